@@ -57,7 +57,7 @@ def test_help_loads_no_paddle_and_has_examples():
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     helps = result.stdout.split("usage: ")[1:]
-    assert len(helps) == 19
+    assert len(helps) == 20
     assert all("example" in text for text in helps)
 
 

@@ -77,11 +77,11 @@ def test_a_recomputed_step_equals_the_step(name):
 
 def test_a_step_that_leaves_flash_attention_is_noticed(monkeypatch):
     """Keys in another dtype than the queries, as a dropped cast would leave them."""
-    from paddle_vl.families.vlm import layers
+    from paddle_vl.nn import placement
 
-    own = layers.causal_attention
+    own = placement.causal_attention
     monkeypatch.setattr(
-        layers,
+        placement,
         "causal_attention",
         lambda q, k, v, *rest: own(q.astype("float64"), k.astype("float64"), v.astype("float64"),
                                    *rest).astype(q.dtype),

@@ -56,8 +56,8 @@ class Job(NamedTuple):
     @property
     def tokens_per_step(self) -> int:
         """Places in the packed rows of a step."""
-        parallel, train, data = self.config.parallel, self.config.train, self.config.data
-        rows = parallel.dp_degree * parallel.sharding_degree * train.per_device_train_batch_size
+        train, data = self.config.train, self.config.data
+        rows = self.config.parallel.data_degree * train.per_device_train_batch_size
         return rows * train.gradient_accumulation_steps * (data.packing_length or data.max_length)
 
     def problems(self) -> list[str]:
@@ -83,14 +83,18 @@ def test_every_stage_has_lines_that_fit_their_gpus(jobs):
     assert len(stages) == 4
     for stage in stages:
         lines = [job for job in jobs if stage in job.line]
-        assert [job.gpus for job in lines] == [1, 8, 64], stage
+        # The last stage has a second line for eight, with context parallelism.
+        assert [job.gpus for job in lines] == [1, 8, 64] + [8] * ("stage3" in stage), stage
         assert len({job.tokens_per_step for job in lines}) == 1, stage
-        assert [job.problems() for job in lines] == [[], [], []]
+        assert not any(job.problems() for job in lines)
 
 
 def test_each_stage_starts_from_the_final_model_of_the_one_before(jobs):
     for gpus in (1, 8, 64):
-        runs = [job.config for job in jobs if job.gpus == gpus]
+        runs = [
+            job.config for job in jobs
+            if job.gpus == gpus and job.config.parallel.cp_degree == 1
+        ]  # fmt: skip
         wanted = [f"{run.train.output_dir}/final" for run in runs[:-1]]
         assert [run.model.pretrained for run in runs[1:]] == wanted
 
