@@ -137,7 +137,7 @@ def test_clients_at_once_get_the_answers_of_generate(folder, adapters, client):
 
 
 def test_a_model_keeps_a_schema(client):
-    settings = {"model": "tiny", "messages": asked(uri(png())), "seed": 3, "max_tokens": 60}
+    settings = {"model": "tiny", "messages": asked(uri(png())), "seed": 3, "max_tokens": 400}
     create = client.chat.completions.create
     choice = create(response_format=JSON_SCHEMA, **settings).choices[0]
     assert choice.finish_reason == "stop"
