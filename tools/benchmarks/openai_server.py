@@ -30,6 +30,8 @@ from harness import Result, Table
 from served import started
 
 OURS, HF = "paddle-vl", "transformers"
+# Tokens of a prompt with its answer, at most; requests of a load, at least.
+_TOKENS_OF_CLIENT, _FEWEST = 192, 16
 QUESTION = "Which digit is this? Describe the picture, the paper and the ink. " * 4
 
 
@@ -59,6 +61,8 @@ def start(options: argparse.Namespace, side: str, model: str) -> AbstractContext
     address = r"http://\S+:\d+"
     if side == OURS:
         command = [sys.executable, "-m", "paddle_vl", "serve", model, "--port", "0"]
+        # Memory for the keys of all clients at once.
+        command += ["--kv-cache-tokens", str(max(options.clients) * _TOKENS_OF_CLIENT)]
         return started(command, address, address, **threads)
     # Its continuous batching is for models without images.
     command = [options.against, "-m", "transformers.cli.transformers", "serve", model]
@@ -92,14 +96,15 @@ async def ask(client: Any, model: str, number: int, options: argparse.Namespace)
 
 
 async def load(address: str, model: str, clients: int, options: argparse.Namespace) -> Any:
-    """What `clients` see that ask `options.requests` times each."""
+    """What `clients` see that ask `options.requests` times each, few of them more often."""
     from openai import AsyncOpenAI
 
     async with AsyncOpenAI(base_url=f"{address}/v1", api_key="none", timeout=600) as api:
         numbers = iter(range(1000 * clients, 1000 * (clients + 1)))
+        count = max(options.requests, _FEWEST // clients)
 
         async def one() -> list[Any]:
-            return [await ask(api, model, next(numbers), options) for _ in range(options.requests)]
+            return [await ask(api, model, next(numbers), options) for _ in range(count)]
 
         begin = time.perf_counter()
         of_clients = await asyncio.gather(*(one() for _ in range(clients)))
@@ -142,7 +147,7 @@ def compare(options: argparse.Namespace, work: Path) -> Result:
             ]
             rows.append([f"{clients}: {side}", *(f"{each:.0f}" for each in numbers), *faster])
     note = (
-        f"{options.requests} requests per client, one picture of {options.side} x {options.side} "
+        f"{options.requests} requests per client and {_FEWEST} at least, one picture of {options.side} x {options.side} "
         f"each, {options.tokens} tokens, {options.threads} threads; "
         + ", ".join(f"{side} holds {harness.median(rounds, side, 'mib'):.0f} MiB" for side in sides)
         + " at the end."
