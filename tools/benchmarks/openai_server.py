@@ -148,7 +148,8 @@ def compare(options: argparse.Namespace, work: Path) -> Result:
             rows.append([f"{clients}: {side}", *(f"{each:.0f}" for each in numbers), *faster])
     note = (
         f"{options.requests} requests per client and {_FEWEST} at least, one picture of "
-        f"{options.side} x {options.side} each, {options.tokens} tokens, {options.threads} threads; "
+        f"{options.side} x {options.side} each, {options.tokens} tokens, "
+        f"{options.threads} threads; "
         + ", ".join(f"{side} holds {harness.median(rounds, side, 'mib'):.0f} MiB" for side in sides)
         + " at the end."
     )
