@@ -114,7 +114,7 @@ def test_a_terminal_goes_on_after_errors_and_ctrl_c(trained, tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "paddle_vl", "chat", str(model), "--temperature", "9"],
         stdin=side, stdout=side, stderr=side, start_new_session=True,
-        preexec_fn=prepare, cwd=tmp_path,
+        preexec_fn=prepare, cwd=tmp_path, env=os.environ | {"TERM": "xterm"},
     )  # fmt: skip
     os.close(side)
 
