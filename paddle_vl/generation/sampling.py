@@ -23,7 +23,7 @@ from paddle import Tensor
 # Ids of the answer so far to the tokens that may follow, bool `[V]`; None for all.
 Allowed = Callable[[list[int]], np.ndarray | None]
 # With at most this top_k in all rows, only so many candidates are sorted, and some more, since
-# scores equal to the k-th highest stay.
+# scores equal to the k-th highest stay. With still more equal ones all tokens are.
 _MOST_CANDIDATES, _TIES = 512, 32
 _LEAST, _LARGEST = 1e-38, 3.4e38
 
@@ -173,20 +173,15 @@ def choose_tokens(
         every = np.ones(scores_RV.shape[1], dtype=bool)
         mask_RV = np.stack([every if mask is None else mask for mask in allowed])
         scores_RV = rule_out(scores_RV, paddle.to_tensor(~mask_RV))
-    token_R = scores_RV.argmax(axis=-1)
-    if any(row.sampling.samples for row in rows):
-        samples_R = paddle.to_tensor([row.sampling.samples for row in rows])
-        token_R = paddle.where(samples_R, _drawn(scores_RV, rows), token_R)
+    token_R, tokens = _best_or_drawn(scores_RV, rows)
     wanted = [row.sampling.logprobs for row in rows if row.sampling.logprobs is not None]
     if not wanted:
-        return [Choice(int(token)) for token in token_R.numpy()]
+        return [Choice(int(token)) for token in tokens]
     logprobs_RV = F.log_softmax(logits_RV, axis=-1)
     own_R1 = paddle.take_along_axis(logprobs_RV, token_R.unsqueeze(1), axis=1)
     tops = [x.numpy() for x in paddle.topk(logprobs_RV, max(1, *wanted), axis=-1)]
     choices = []
-    for row, token, own, values, ids in zip(
-        rows, token_R.numpy(), own_R1[:, 0].numpy(), *tops, strict=True
-    ):
+    for row, token, own, values, ids in zip(rows, tokens, own_R1[:, 0].numpy(), *tops, strict=True):
         if (count := row.sampling.logprobs) is None:
             choices.append(Choice(int(token)))
             continue
@@ -214,23 +209,50 @@ def penalized(scores_RV: Tensor, rows: Sequence[AnswerRow]) -> Tensor:
     return paddle.put_along_axis(scores_RV, ids_RT, of_seen_RT - minus_RT, axis=1)
 
 
-def _drawn(scores_RV: Tensor, rows: Sequence[AnswerRow]) -> Tensor:
-    """A sample of each row, `[R]` int64; any token of rows that do not sample."""
-    settings, candidate_RK = [row.sampling for row in rows], None
+def _best_or_drawn(scores_RV: Tensor, rows: Sequence[AnswerRow]) -> tuple[Tensor, np.ndarray]:
+    """The tokens, `[R]` int64, on the device and on the host."""
+    best_R, samples = scores_RV.argmax(axis=-1), [row.sampling.samples for row in rows]
+    if not any(samples):
+        return best_R, best_R.numpy()
+    numbers = [row.draw() if row.sampling.samples else 0.0 for row in rows]
+    uniform_R1, samples_R = _column(numbers, np.float64), paddle.to_tensor(samples)
+    token_R = paddle.where(samples_R, _drawn(scores_RV, rows, uniform_R1), best_R)
+    tokens = token_R.numpy()
+    if (tokens < 0).any():
+        drawn_R = _drawn(scores_RV, rows, uniform_R1, may_be_few=False)
+        token_R = paddle.where(samples_R, drawn_R, best_R)
+        tokens = token_R.numpy()
+    return token_R, tokens
+
+
+def _drawn(
+    scores_RV: Tensor, rows: Sequence[AnswerRow], uniform_R1: Tensor, may_be_few: bool = True
+) -> Tensor:
+    """A sample of each row, `[R]` int64; any token of rows that do not sample; -1 where the few
+    candidates that are sorted leave out scores equal to the k-th highest.
+
+    Args:
+        may_be_few: False to sort all tokens.
+    """
+    settings = [row.sampling for row in rows]
     largest = max(each.top_k for each in settings)
     has_few = all(each.top_k or not each.samples for each in settings)
-    if has_few and largest <= _MOST_CANDIDATES:
-        count = min(largest + _TIES, scores_RV.shape[1])
-        values_RK, ids_RK = paddle.topk(scores_RV, count, axis=-1)
-        # In the order of their ids, in which a sample is drawn.
-        order_RK = paddle.argsort(ids_RK, axis=-1)
-        candidate_RK = paddle.take_along_axis(ids_RK, order_RK, axis=1)
-        scores_RV = paddle.take_along_axis(values_RK, order_RK, axis=1)
-    numbers = [row.draw() if row.sampling.samples else 0.0 for row in rows]
-    place_R = draw_tokens(shaped(scores_RV, settings), _column(numbers, np.float64))
-    if candidate_RK is None:
-        return place_R
-    return paddle.take_along_axis(candidate_RK, place_R.unsqueeze(1), axis=1).squeeze(1)
+    if not (may_be_few and has_few and largest <= _MOST_CANDIDATES):
+        return draw_tokens(shaped(scores_RV, settings), uniform_R1)
+    count = min(largest + _TIES, scores_RV.shape[1])
+    values_RK, ids_RK = paddle.topk(scores_RV, count, axis=-1)
+    # In the order of their ids, in which a sample is drawn.
+    order_RK = paddle.argsort(ids_RK, axis=-1)
+    candidate_RK = paddle.take_along_axis(ids_RK, order_RK, axis=1)
+    few_RK = paddle.take_along_axis(values_RK, order_RK, axis=1)
+    place_R = draw_tokens(shaped(few_RK, settings), uniform_R1)
+    token_R = paddle.take_along_axis(candidate_RK, place_R.unsqueeze(1), axis=1).squeeze(1)
+    if count == scores_RV.shape[1]:
+        return token_R
+    last_R1 = _column([min(each.top_k or 1, count) - 1 for each in settings], np.int64)
+    kth_R = paddle.take_along_axis(values_RK, last_R1, axis=1).squeeze(1)
+    is_cut_R = (values_RK[:, -1] == kth_R) & (kth_R > -np.inf)
+    return paddle.where(is_cut_R, paddle.full_like(token_R, -1), token_R)
 
 
 def shaped(scores_RV: Tensor, settings: Sequence[Sampling]) -> Tensor:

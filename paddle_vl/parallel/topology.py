@@ -1,8 +1,8 @@
 """The mesh of a run: the coordinates of this rank, and its process group on every axis.
 
-Axes: dp ranks have replicas of the parameters and take different samples; sharding ranks take
-different samples too and shard the optimizer state, but that cp ranks, neighbours among them, take
-slices of the same samples; mp ranks shard every matrix; pp ranks are the
+Axes: dp ranks have replicas of the parameters and take different samples; sharding ranks shard the
+optimizer state and take different samples too, except that cp ranks, neighbours among them, take
+slices of the same ones; mp ranks shard every matrix; pp ranks are the
 stages of the pipeline. mp is the innermost axis, then sharding, pp and dp, so that mp ranks are on
 one machine. Experts have axes of their own: `paddle_vl.parallel.mesh` says which ranks each has.
 """

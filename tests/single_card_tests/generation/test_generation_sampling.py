@@ -209,9 +209,12 @@ def test_rules_of_rows_do_not_mix():
         assert set(found[60 * number : 60 * (number + 1)]) == wanted
 
 
-def test_a_row_draws_alike_from_few_candidates_and_from_all():
-    """A row with top_k alone is drawn from candidates, beside one without from all tokens."""
-    scores = paddle.to_tensor(np.random.default_rng(0).normal(size=(40, 600)).astype(np.float32))
+@pytest.mark.parametrize("are_equal", [False, True])
+def test_a_row_draws_alike_from_few_candidates_and_from_all(are_equal):
+    """A row with top_k alone is drawn from candidates, beside one without from all tokens; also
+    where more scores equal the k-th highest than there are candidates."""
+    found = np.random.default_rng(0).normal(size=(40, 600)).astype(np.float32)
+    scores = paddle.to_tensor(np.minimum(found, 0.5) if are_equal else found)
     settings = [Sampling(1, top_k=30, top_p=0.9, seed=seed) for seed in range(39)]
 
     def drawn(*last: Sampling) -> list[int]:
