@@ -122,7 +122,9 @@ class OpenAIApp:
             refused = self._refused(scope)
             await (self._starlette if refused is None else refused)(scope, receive, noted)
         except Exception:
-            # Starlette has answered; the log has already what it is.
+            # What Starlette has answered is in the log already.
+            if status == 499:
+                logger.exception("a request failed without an answer")
             status = 500
         finally:
             self._num_open -= is_post
