@@ -108,7 +108,8 @@ class KeyValuePool(RowPool):
     """Keys and values of one decoder layer, each `[M, K, H]`; rows have places of it."""
 
     def __init__(self, places: int, heads: int, width: int, dtype: paddle.dtype):
-        self._key, self._value = (paddle.zeros([places, heads, width], dtype) for _ in range(2))
+        # Never read before they are written; pages come with their first token.
+        self._key, self._value = (paddle.empty([places, heads, width], dtype) for _ in range(2))
 
     def attend(
         self, q_BLNH: Tensor, key_BLKH: Tensor, value_BLKH: Tensor, paged: PagedKeys

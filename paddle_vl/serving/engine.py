@@ -27,12 +27,15 @@ import numpy as np
 from paddle_vl.export.qwen3_vl.exported import ExportedQwen3VL
 from paddle_vl.families.vlm.batched import BatchedModel
 from paddle_vl.generation.sampling import AnswerRow, Choice, Sampling, choose_tokens
+from paddle_vl.processes import release_free_memory
 from paddle_vl.serving.exported_rows import ExportedRows
 from paddle_vl.threads import Watch
 
 logger = logging.getLogger(__name__)
 # Of the rate of tokens: one step's share in the running mean.
 _SMOOTHING = 0.1
+# Without a request for so long, the engine gives free memory back.
+_IDLE_S = 1.0
 
 
 @dataclass
@@ -299,9 +302,12 @@ class Engine:
     def _run(self) -> None:
         self._model.use_thread()
         while True:
+            timeout: float | None = _IDLE_S
             with self._changed:
                 while not self._waiting and not self._running and self._end is None:
-                    self._changed.wait()
+                    if not self._changed.wait(timeout):
+                        release_free_memory()
+                        timeout = None
                 self._leave()
                 self._join()
                 if not self._waiting and not self._running and self._end is not None:

@@ -47,7 +47,16 @@ ALLOWED = {
         "processes",
     },
     # A server gets no parts of a family but those in `SHARED` below.
-    "serving": {"export", "families", "generation", "data", "config", "files", "threads"},
+    "serving": {
+        "export",
+        "families",
+        "generation",
+        "data",
+        "config",
+        "files",
+        "threads",
+        "processes",
+    },
     "report": {"train", "data", "config", "files", "simulation"},
     # Environments, and policies that act in them; the simulator is imported when asked.
     "simulation": {"families", "files"},

@@ -6,6 +6,7 @@ nothing runs that a process of it has started; output goes to the file given.
 """
 
 import os
+import platform
 import signal
 import sys
 import time
@@ -19,6 +20,7 @@ from paddle_vl.processes import (
     MemoryLimitError,
     Processes,
     TimeLimitError,
+    release_free_memory,
     resident_bytes,
 )
 
@@ -101,3 +103,13 @@ def test_a_process_that_is_gone_has_no_memory():
     assert resident_bytes() > 1_000_000
     with pytest.raises(FileNotFoundError):
         resident_bytes(1 << 30)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a call of glibc")
+def test_free_memory_goes_back_to_the_system():
+    blocks = [bytes(2048) for _ in range(20_000)]
+    before = resident_bytes()
+    # The last one lies behind all others, so that malloc keeps them for later.
+    del blocks[:-1]
+    release_free_memory()
+    assert before - resident_bytes() > 30e6

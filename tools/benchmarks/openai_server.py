@@ -32,6 +32,8 @@ from served import started
 OURS, HF = "paddle-vl", "transformers"
 # Tokens of a prompt with its answer, at most; requests of a load, at least.
 _TOKENS_OF_CLIENT, _FEWEST = 192, 16
+# Before memory is read: what a server keeps, not what its last answers needed.
+_IDLE_S = 3.0
 QUESTION = "Which digit is this? Describe the picture, the paper and the ink. " * 4
 
 
@@ -126,6 +128,7 @@ def measure(options: argparse.Namespace, model: str, side: str) -> dict[str, Any
     with start(options, side, model) as (address, process):
         asyncio.run(load(address, model, 1, options))
         found = {str(n): asyncio.run(load(address, model, n, options)) for n in options.clients}
+        time.sleep(_IDLE_S)
         return {**found, "mib": resident_bytes(process) / 2**20}
 
 
@@ -151,7 +154,7 @@ def compare(options: argparse.Namespace, work: Path) -> Result:
         f"{options.side} x {options.side} each, {options.tokens} tokens, "
         f"{options.threads} threads; "
         + ", ".join(f"{side} holds {harness.median(rounds, side, 'mib'):.0f} MiB" for side in sides)
-        + " at the end."
+        + f" after {_IDLE_S:.0f} idle seconds at the end."
     )
     columns = ["clients", "ms to the first token", "tokens per second", "ours to theirs"]
     return Result([Table("openai server", columns, rows, note)], rounds)

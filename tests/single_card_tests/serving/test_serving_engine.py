@@ -111,6 +111,17 @@ def test_answers_are_those_of_each_request_alone(start, build, sampling):
     assert engine.stats()["image_cache_hits"] == 1
 
 
+def test_keys_are_not_read_before_they_are_written(start, monkeypatch):
+    """Their memory is not cleared."""
+    model, empty = tiny_model(), paddle.empty
+    wanted = [alone(model, number, **GREEDY) for number in range(3)]
+    with monkeypatch.context() as patched:
+        patched.setattr(paddle, "empty", lambda *args: paddle.full_like(empty(*args), np.nan))
+        engine = start(model, batch_invariant=True)
+    handles = [engine.submit(request(number, **GREEDY)) for number in range(3)]
+    assert [tokens(handle) for handle in handles] == wanted
+
+
 def test_no_bit_depends_on_what_runs_beside(start):
     """Log-probabilities are compared as they are."""
     engine = start(tiny_model(), batch_invariant=True)
@@ -419,3 +430,15 @@ def test_waiting_for_nothing_takes_no_time(start):
     before = engine.stats()["steps"]
     time.sleep(0.2)
     assert engine.stats()["steps"] == before <= 2
+
+
+def test_an_idle_engine_gives_free_memory_back_once(start, monkeypatch):
+    calls: list[float] = []
+    monkeypatch.setattr("paddle_vl.serving.engine.release_free_memory", lambda: calls.append(0.0))
+    monkeypatch.setattr("paddle_vl.serving.engine._IDLE_S", 0.02)
+    engine = start(tiny_model())
+    for number in (1, 2):
+        tokens(engine.submit(request(1, **GREEDY)))
+        time.sleep(0.5)
+        # Before the first request the engine may have been idle, too.
+        assert number <= len(calls) <= number + 1
