@@ -438,7 +438,7 @@ def test_an_idle_engine_gives_free_memory_back_once(start, monkeypatch):
     monkeypatch.setattr("paddle_vl.serving.engine._IDLE_S", 0.02)
     engine = start(tiny_model())
     for number in (1, 2):
-        tokens(engine.submit(request(1, **GREEDY)))
+        tokens(engine.submit(request(1, temperature=0.0)))
         time.sleep(0.5)
         # Before the first request the engine may have been idle, too.
         assert number <= len(calls) <= number + 1
