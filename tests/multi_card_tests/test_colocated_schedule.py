@@ -34,6 +34,8 @@ from tests.multi_card_tests.colocated_toy import (
 )
 from tests.support.launch import launch, outcome_of, run_checks
 
+# `test_colocated` compares real models with one device by default.
+pytestmark = pytest.mark.heavy
 PP2_DP2, PP4 = {"pp_degree": 2, "dp_degree": 2}, {"pp_degree": 4}
 PP2_MP2 = {"pp_degree": 2, "mp_degree": 2}
 VIRTUAL = PP4 | {"num_virtual_stages": 2}

@@ -76,7 +76,7 @@ def whole(run_file, tmp_path_factory) -> Path:
     return output_dir
 
 
-@pytest.mark.parametrize("is_launched", [True, False])
+@pytest.mark.parametrize("is_launched", [pytest.param(True, marks=pytest.mark.heavy), False])
 def test_a_killed_rank_ends_the_run_and_the_last_checkpoint_continues(
     run_file, whole, tmp_path, is_launched
 ):
@@ -135,7 +135,7 @@ def test_ranks_that_disagree_stop_at_the_start_and_name_the_setting(run_file, tm
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.heavy), 1])
 def test_a_rank_that_is_stuck_ends_soon_after_another_has_failed(run_file, tmp_path, failing):
     faults = ("raise", "stuck") if failing == 0 else ("stuck", "raise")
     codes, outputs = started_alone(run_file, tmp_path / "out", faults, "parallel.dp_degree=2")

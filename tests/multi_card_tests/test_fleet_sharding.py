@@ -36,7 +36,10 @@ TOPOLOGIES = {
 FEW = ("plain", "a buffer each", "all")
 
 
-@pytest.fixture(scope="module", params=["2", pytest.param("3", marks=pytest.mark.heavy), "2 x 2"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.heavy] * (name != "2")) for name in TOPOLOGIES],
+)
 def outcomes(request):
     processes, degrees = TOPOLOGIES[request.param]
     options = OPTIONS if request.param == "2" else FEW

@@ -45,13 +45,13 @@ from tests.support.topology_runs import (
 SP = "parallel.sequence_parallel=true"
 SHARDING, PP = "parallel.sharding_degree=2", "parallel.pp_degree=2"
 TOPOLOGIES = {
+    "pp2": (2, [PP, "parallel.pp_split=cost", "train.recompute=full"]),
+}
+HEAVY = {
     "mp2 with sequence parallelism": (
         2,
         ["parallel.mp_degree=2", SP, "parallel.vision=replicate", "train.recompute=full"],
     ),
-    "pp2": (2, [PP, "parallel.pp_split=cost", "train.recompute=full"]),
-}
-HEAVY = {
     "dp2": (2, ["parallel.dp_degree=2"]),
     "sharding2 stage 3": (2, [SHARDING, "parallel.sharding_stage=3", "train.recompute=act"]),
     "sharding2 stage 2": (2, [SHARDING, "parallel.sharding_stage=2"]),

@@ -76,7 +76,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
     },
     8: {"sp, pp, experts": {**MP, "pp_degree": 2, "sharding_degree": 2, "ep_degree": 4}},
 }  # fmt: skip
-HEAVY = (8,)
+HEAVY = (4, 8)
 
 
 def run_of(folder: str, name: str, degrees: dict[str, Any]) -> Any:

@@ -25,6 +25,9 @@ from tests.support.exports import (
     output_without_model_code,
 )
 
+# Minutes; the policy is exported by default.
+pytestmark = pytest.mark.heavy
+
 
 @pytest.fixture(scope="module")
 def made():
