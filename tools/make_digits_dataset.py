@@ -8,9 +8,9 @@ bicubic interpolation. Training conversations contain no test image.
 
 The directory gets `images/`, `train.jsonl`, `copies.jsonl`, `test.jsonl`, `processor/` and
 `dataset.json`. `copies.jsonl` is for training too: questions about copies of the training images,
-turned and shifted a little (`0007-1.png` is the first one of `0007.png`). Tasks of records: single,
-compare, add, two_turn; in `copies.jsonl` single, two_turn, pair, a question about two images, and
-fact, one about two numbers without an image.
+turned, slanted, stretched and shifted a little (`0007-1.png` is the first one of `0007.png`).
+Tasks of records: single, compare, add, two_turn; in `copies.jsonl` single, two_turn, pair, a
+question about two images, and fact, one about two numbers without an image.
 
 Comparisons and sums are worked out ("3 + 8 = 11", "3 - 8 = -5: the second."), and facts have the
 same answers, so that a model takes a result from the digits that it has named, not from the images
@@ -31,13 +31,13 @@ from PIL import Image
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 
 # Increase when the written files change.
-RECIPE_VERSION = 4
+RECIPE_VERSION = 5
 SEED = 20240
 TEST_IMAGES_PER_DIGIT = 30
 NUM_TEST_PAIRS = 100
 IMAGE_SIDE = 64
-# Copies of every training image, turned and shifted (in pixels) by at most so much.
-NUM_COPIES, MAX_DEGREES, MAX_SHIFT = 4, 8, 4
+# Copies of every training image, and by how much they are changed at most: shifts in pixels.
+NUM_COPIES, MAX_DEGREES, MAX_SLANT, MAX_STRETCH, MAX_SHIFT = 4, 10, 0.15, 0.1, 4
 PAIRS_PER_COPY = 2
 # Share of the comparisons of copies that show a digit twice; chance gives a tenth, too few.
 EQUAL_SHARE = 0.25
@@ -128,9 +128,19 @@ def _image(pixels: np.ndarray) -> Image.Image:
 
 
 def _moved(image: Image.Image, rng: np.random.Generator) -> Image.Image:
-    right, down = rng.uniform(-MAX_SHIFT, MAX_SHIFT, size=2)
-    degrees = rng.uniform(-MAX_DEGREES, MAX_DEGREES)
-    return image.rotate(degrees, Image.Resampling.BICUBIC, translate=(right, down), fillcolor=255)
+    angle = np.deg2rad(rng.uniform(-MAX_DEGREES, MAX_DEGREES))
+    slant = rng.uniform(-MAX_SLANT, MAX_SLANT)
+    stretch_2 = 1 + rng.uniform(-MAX_STRETCH, MAX_STRETCH, 2)
+    shift_2 = rng.uniform(-MAX_SHIFT, MAX_SHIFT, 2)
+    turn_22 = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+    map_22 = turn_22 @ np.array([[1, slant], [0, 1]]) @ np.diag(stretch_2)
+    # Pillow asks where a pixel of the copy comes from; the center stays but for the shift.
+    center = (np.array(image.size) - 1) / 2
+    from_2 = center - map_22 @ (center + shift_2)
+    rows = [value for row, start in zip(map_22, from_2, strict=True) for value in (*row, start)]
+    return image.transform(
+        image.size, Image.Transform.AFFINE, rows, Image.Resampling.BICUBIC, fillcolor=255
+    )
 
 
 def _choose_test_images(digits: Sequence[int], rng: np.random.Generator) -> np.ndarray:
