@@ -189,14 +189,14 @@ def traffic(topology: Topology, way: str) -> list[tuple[str, int]]:
     return [(call.kind, call.num_bytes) for call in recording.calls if call.ranks == ranks]
 
 
-def kept(topology: Topology | None, tokens: int) -> int:
+def kept(topology: Topology | None, tokens: int, way: str = "gather") -> int:
     """Bytes that a decoder layer keeps for its backward pass."""
     found = []
     for layers in (3, 4):
         sizes = {"num_hidden_layers": layers, **LAYER}
         model = tiny_model(**sizes)
         if topology is not None:
-            context = ContextGroup(topology.cp_group, topology.cp_mp_group)
+            context = ContextGroup(topology.cp_group, topology.cp_mp_group, **WAYS[way])
             placement = FleetPlacement(topology.mp_group, context=context)
             model = type(model).from_config(model.config, placement)
         model.train()
@@ -232,7 +232,7 @@ def worker(degrees: dict[str, Any]) -> dict:
             "events": partial(events, topology),
             "gather traffic": partial(traffic, topology, "gather"),
             "ulysses traffic": partial(traffic, topology, "ulysses"),
-            "kept": lambda: [kept(topology, 64), kept(None, 64)],
+            "kept": lambda: [kept(None, 64), *(kept(topology, 64, way) for way in WAYS)],
         }
     return run_checks(checks)
 
@@ -295,5 +295,6 @@ def test_exchanged_heads_send_the_bytes_of_the_formula(of_two):
 
 def test_a_layer_keeps_the_rows_of_its_slice_and_the_keys_of_all(of_two):
     """Of 64 tokens a slice has 32, and keys and values of the other 32, 4 heads of width 8."""
-    for own, whole in outcome_of(of_two, "kept"):
-        assert own == whole // 2 + 32 * (2 * 4 * 8 * 4)
+    for whole, *own in outcome_of(of_two, "kept"):
+        gather = whole // 2 + 32 * (2 * 4 * 8 * 4)
+        assert own == [gather, gather, whole // 2]
