@@ -3,7 +3,7 @@
 Shapes: B batch, L queries, S keys, V videos, F frames.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -190,7 +190,7 @@ class SliceMask(AttentionMask):
     def __init__(self, rows_B1S2: Tensor, num_queries: int, orders_2S: Tensor | None = None):
         super().__init__(self._dense)
         self._rows_B1S2, self._num_queries = rows_B1S2, num_queries
-        self.orders = () if orders_2S is None else orders_2S.unbind(0)
+        self.orders: Sequence[Tensor] = () if orders_2S is None else orders_2S.unbind(0)
 
     def row_intervals(self) -> Tensor:
         return self._rows_B1S2

@@ -63,17 +63,17 @@ class ContextGroup(Context):
     ) -> Tensor:
         if not isinstance(packed, SliceMask):
             return super().attend(q_BLNH, k_BLKH, v_BLKH, key_bias_BS, packed)
-        qkv, heads, group = [q_BLNH, k_BLKH, v_BLKH], k_BLKH.shape[2], self.group
+        q, k, v, heads, group = q_BLNH, k_BLKH, v_BLKH, k_BLKH.shape[2], self.group
         if not self.exchanges_heads:
             # The first part waits for its keys, and should be the smaller one.
             parts = [heads // 2, heads - heads // 2] if self._hides_gather else [heads]
             parts = [part for part in parts if part]
-            return _AttendToAll.apply(*qkv, packed, group, parts, paddle.is_grad_enabled())
+            return _AttendToAll.apply(q, k, v, packed, group, parts, paddle.is_grad_enabled())
         if heads < self.size:
             # Several ranks have query heads of one key head.
-            qkv[1:] = [x.repeat_interleave(self.size // heads, axis=2) for x in qkv[1:]]
-        qkv = _Exchange.apply(packed, group, True, *qkv)
-        return _Exchange.apply(packed, group, False, _attended(*qkv, packed))[0]
+            k, v = (x.repeat_interleave(self.size // heads, axis=2) for x in (k, v))
+        q, k, v = _Exchange.apply(packed, group, True, q, k, v)
+        return _Exchange.apply(packed, group, False, _attended(q, k, v, packed))[0]
 
     def total(self, x: Tensor) -> Tensor:
         return all_reduced(x, self.group) if x.stop_gradient else _Total.apply(x, self.group)
@@ -107,13 +107,13 @@ class _AttendToAll(PyLayer):
             for one, whole in zip(inputs, (q_1QNH, k_1QKH, v_1QKH), strict=True):
                 one.stop_gradient = whole.stop_gradient
             with paddle.enable_grad() if records else nullcontext():
-                output = _attended(*inputs, mask)
+                output = _attended(inputs[0], inputs[1], inputs[2], mask)
             ctx.parts.append((output, inputs))
             outputs.append(output.detach())
             # Their graph keeps the values that it needs.
             for one in (output, *inputs):
                 one._clear_dataptr()
-        return outputs[0] if len(outputs) == 1 else paddle.concat(outputs, axis=2)
+        return _joined(outputs)
 
     @staticmethod
     def backward(ctx, grad_1QNH):
@@ -133,9 +133,14 @@ class _AttendToAll(PyLayer):
             del output, q, pair
         of_pairs = [[one and one.result().unsqueeze(0) for one in pair] for pair in started]
         return tuple(
-            None if of_parts[0] is None else paddle.concat(of_parts, axis=2)
+            None if of_parts[0] is None else _joined(of_parts)
             for of_parts in (of_queries, *zip(*of_pairs, strict=True))
         )
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """All heads of the parts."""
+    return parts[0] if len(parts) == 1 else paddle.concat(list(parts), axis=2)
 
 
 class _Exchange(PyLayer):

@@ -154,6 +154,7 @@ def with_other_bits(topology: Topology) -> list[str]:
 def events(topology: Topology) -> list[str]:
     """What a hidden gather starts and waits for, and the attention between, forward and back."""
     model, group = model_of("packed", topology, "hidden"), topology.cp_group
+    assert group is not None
     batch, found = batch_of("packed", model), list[str]()
 
     def noting(name: str, own: Any) -> Any:

@@ -102,7 +102,7 @@ def documented_traffic() -> str:
         f"| --- | --- |{' ---: |' * len(tokens)}",
     ]
     for cp, mp in ((2, 1), (4, 1), (8, 1), (16, 1), (4, 2), (8, 8), (64, 1)):
-        ways = {"gather": 2 * KEYS}
+        ways: dict[str, float] = {"gather": 2 * KEYS}
         if QUERIES // HEAD // mp % cp == 0:
             ways["ulysses"] = 2 * (QUERIES + exchanged_keys(cp, mp)) / cp
         for way, features in ways.items():
