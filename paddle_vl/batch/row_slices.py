@@ -74,6 +74,13 @@ class RowSlice(NamedTuple):
         key_rows = np.stack([before[ends_T[keys_T]], before[keys_T]], axis=1).astype(np.int32)
         return cls(rank, np.flatnonzero(is_own_T), slice_T, place_T, key_rows[None, None])
 
+    @property
+    def orders(self) -> np.ndarray:
+        """`[2, T]` int64: of each row of the batch the place in an all-gather of the slices, and of
+        each of these places the row."""
+        gathered_T = self.slices * len(self.rows) + self.places
+        return np.stack([gathered_T, np.argsort(gathered_T)])
+
     def chosen(self, numbers_N: np.ndarray) -> np.ndarray:
         """Which of some row numbers are in the slice: bool."""
         return self.slices[numbers_N] == self.rank

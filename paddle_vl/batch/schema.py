@@ -79,9 +79,11 @@ class VLBatch(TextFields, total=False):
     packed_key_ends: Annotated[Array, Axes("B L", "int32")]
     # Of a slice of the token rows under context parallelism, whose batch is one row: of each key of
     # all slices the places in this one after the last and of the first row that see it. For
-    # attention; from `paddle_vl.families.vlm.objective`. And where ranks get only the visual rows
+    # attention; from `paddle_vl.families.vlm.objective`. Where a rank attends with all rows, of
+    # each the same in the batch, and `RowSlice.orders`. And where ranks get only the visual rows
     # of their tokens, the numbers of these for each rank, images first; for the vision tower.
     slice_key_rows: Annotated[Array, Axes("1 1 T 2", "int32")]
+    slice_orders: Annotated[Array, Axes("2 T", "int64")]
     visual_rows_of_ranks: list[Array]
     # Factors of the labels' cross entropies, where sources have a loss_weight. For the loss.
     loss_weights: Annotated[Array, Axes("B L", "float32")]

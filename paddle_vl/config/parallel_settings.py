@@ -71,6 +71,10 @@ class MeshSettings(Section):
     cp_degree: Annotated[int, Field(ge=1, le=1 << 20), _Sharded] = 1
     """context-parallel degree: ranks of the sharding axis that take the same samples, each a slice
     of their token rows, in attention too; data.pad_to_multiple_of must be a multiple of it"""
+    cp_attention: Annotated[Literal["gather", "ulysses"], _from("cp", 2)] = "gather"
+    """attention with cp_degree: each rank gathers the keys and values of all (gather), or has all
+    token rows of a part of the heads, by all-to-all (ulysses; cp_degree must divide the query heads
+    of an mp rank)"""
     sharding_stage: Annotated[Literal[1, 2, 3], _Sharded] = 1
     """what is sharded, as in ZeRO: optimizer state (1), gradients too (2), parameters too (3)"""
     schedule: Annotated[Literal["plain", "colocated"], _from("pp", 2)] = "plain"
@@ -124,6 +128,10 @@ class ParallelConfig(MeshSettings):
     """all-reduce gradients over dp during the last backward pass; null: on GPUs"""
     sharding_gather_overlap: Annotated[bool | None, _Sharded, OnlyWith(_STAGE, [1])] = None
     """stage 1: all-gather updated parameters while the next forward pass runs; null: on GPUs"""
+    cp_gather_overlap: Annotated[
+        bool | None, _from("cp", 2), OnlyWith("parallel.cp_attention", ["gather"])
+    ] = None
+    """gather keys and values of half of the key heads while the others attend; null: on GPUs"""
     reshard_after_forward: Annotated[bool, _Sharded, OnlyWith(_STAGE, [3])] = True
     """stage 3: free each unit's parameters after its forward pass and all-gather them again for its
     backward pass; false: all-gather once a step (FSDP's SHARD_GRAD_OP)"""

@@ -53,6 +53,7 @@ PEERS = {
     "ep_size ep",
     "parallel.cp_degree": "context_parallel_degree context_parallel_size cp_size cp "
     "sequence_parallel_size ulysses_degree",
+    "parallel.cp_attention=ulysses": "cp_comm_type ulysses_size",
     "parallel.expert_capacity_factor": "moe_expert_capacity_factor expert_capacity_factor "
     "moe_capacity_factor capacity_factor",
     "parallel.sharding_degree": "sharding_parallel_degree sharding_parallel_size sharding_size",

@@ -3,7 +3,7 @@
 Shapes: B batch, L queries, S keys, V videos, F frames.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -178,14 +178,19 @@ class SliceMask(AttentionMask):
     Args:
         rows_B1S2: int32 `row_intervals`.
         num_queries: L.
+        orders_2S: where attention is for all rows, in their order, `RowSlice.orders`.
+
+    Attributes:
+        orders: the two, `[S]` each.
     """
 
     some_see_nothing = False
     keys_are_queries = False
 
-    def __init__(self, rows_B1S2: Tensor, num_queries: int):
+    def __init__(self, rows_B1S2: Tensor, num_queries: int, orders_2S: Tensor | None = None):
         super().__init__(self._dense)
         self._rows_B1S2, self._num_queries = rows_B1S2, num_queries
+        self.orders: Sequence[Tensor] = () if orders_2S is None else orders_2S.unbind(0)
 
     def row_intervals(self) -> Tensor:
         return self._rows_B1S2

@@ -268,12 +268,13 @@ def _keys(r: Rng, s: Sizes) -> Inputs:
     return _masked(r, s, mask, "sdpa", *_batch(r, s, queries))
 
 
-def _slice(r: Rng, s: Sizes) -> Inputs:
-    """The second of two slices of packed samples, one of a token among them."""
-    n = s.length
-    rows = RowSlice.of(np.array([0, n // 3, n, n + 1, 2 * n]), 1, 2).key_rows
+def _slice(r: Rng, s: Sizes, slices: int) -> Inputs:
+    """The last of so many slices of packed samples, one of a token among them."""
+    n, half = s.length, slices * s.length // 2
+    offsets = np.array([0, half // 3, half, half + 1, slices * n])
+    rows = RowSlice.of(offsets, slices - 1, slices).key_rows
     q = normal(r, 1, n, s.heads, s.head_width)
-    k, v = (normal(r, 1, 2 * n, s.key_heads, s.head_width) for _ in range(2))
+    k, v = (normal(r, 1, slices * n, s.key_heads, s.head_width) for _ in range(2))
     return _masked(r, s, lambda: SliceMask(paddle.to_tensor(rows), n), "sdpa", q, k, v)
 
 
@@ -346,7 +347,8 @@ ATTENTION: dict[str, Make] = {
     "masked_attention.blocks": lambda r, s: _blocks(r, s, "sdpa"),
     "masked_attention.blocks_eager": lambda r, s: _blocks(r, s, "eager"),
     "masked_attention.keys": _keys,
-    "masked_attention.slice": _slice,
+    "masked_attention.slice": lambda r, s: _slice(r, s, 2),
+    "masked_attention.all_rows": lambda r, s: _slice(r, s, 1),
     "masked_attention.history": _history,
 }
 DELTA_RULE: dict[str, Make] = {

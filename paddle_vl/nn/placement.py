@@ -151,9 +151,11 @@ class Context:
         rank, size: this rank's number, and that of the ranks.
         shards_of_slice: shards of each rank's rows, of which each is one rank's, to which the
             tower's rows are sent; 0 where all ranks get all of them.
+        exchanges_heads: whether a rank attends with all rows, for a part of the heads.
     """
 
     rank, size, shards_of_slice = 0, 1, 0
+    exchanges_heads = False
 
     def attend(
         self,
@@ -163,7 +165,7 @@ class Context:
         key_bias_BS: Tensor | None = None,
         packed: PackedSamples | SliceMask | None = None,
     ) -> Tensor:
-        """`causal_attention` of this rank's rows, as queries, on the keys of all ranks.
+        """`causal_attention` of this rank's rows, as queries, to the rows of all ranks.
 
         Args:
             packed: a `SliceMask` if the batch is a slice; other batches every rank has whole.

@@ -192,6 +192,8 @@ def _context_parallel(plan: Plan) -> Problems:
             "to hand it on, slice by slice; set cp_degree=1, and mp_degree with sequence_parallel "
             "for long samples"
         )
+    if model is not None and degrees.cp_attention == "ulysses":
+        yield from _ulysses(model, cp, degrees.mp_degree)
     parts = cp * (degrees.mp_degree if degrees.sequence_parallel else 1)
     multiple = plan.pad_to_multiple_of
     if multiple is not None and multiple % parts and not multiple % (parts // cp):
@@ -202,6 +204,17 @@ def _context_parallel(plan: Plan) -> Problems:
             f"data.pad_to_multiple_of {multiple} does not divide by {of_rows} = {parts}: every "
             "batch is cut into that many slices of equally many token rows; set "
             f"data.pad_to_multiple_of={parts}"
+        )
+
+
+def _ulysses(model: ModelShape, cp: int, mp: int) -> Problems:
+    heads, keys = (max(n // mp, 1) for n in (model.num_attention_heads, model.num_key_value_heads))
+    if heads % cp or (keys % cp and cp % keys):
+        yield (
+            f"parallel.cp_attention is ulysses with parallel.cp_degree {cp}, but of mp_degree {mp} "
+            f"a rank has {heads} query and {keys} key heads, which are divided over the "
+            f"{cp} ranks: cp_degree must divide the query heads, and divide the key heads or be a "
+            "multiple of them; choose such a cp_degree, or cp_attention=gather"
         )
 
 

@@ -47,6 +47,7 @@ def overlaps(
     options: FleetConfig | None = None,
     gathers: bool | None = None,
     sums: bool | None = None,
+    keys: bool | None = None,
     on_gpu: bool | None = None,
     connections: str | None = None,
 ) -> dict[str, Overlap]:
@@ -56,6 +57,7 @@ def overlaps(
         options: of `parallel.fleet`.
         gathers: `parallel.sharding_gather_overlap`.
         sums: `parallel.dp_comm_overlap`.
+        keys: `parallel.cp_gather_overlap`.
         on_gpu: None for this process's device.
         connections: `CUDA_DEVICE_MAX_CONNECTIONS`; None for this process's.
 
@@ -65,6 +67,7 @@ def overlaps(
     on_gpu = not paddle.get_device().startswith("cpu") if on_gpu is None else on_gpu
     connections = os.environ.get(CONNECTIONS, "not set") if connections is None else connections
     given: dict[str, Any] = {"sharding_gather_overlap": gathers, "dp_comm_overlap": sums}
+    given["cp_gather_overlap"] = keys
     for section, values in (options or FleetConfig()).model_dump().items():
         given |= {f"{section}.{name}": value for name, value in values.items()}
     found: dict[str, Overlap] = {}
@@ -109,6 +112,9 @@ def overlaps(
     dp = (several, "dp_degree is 1"), (alone, "sharding sums over dp beside its own reductions")
     decide("dp_comm_overlap", [], [*dp, plain, at_once, seen, gpu])
     decide("sharding_gather_overlap", [], [sharded, first, plain, gpu])
+    sliced = degrees.cp_degree > 1, "cp_degree is 1"
+    by_gather = degrees.cp_attention == "gather", "cp_attention ulysses gathers no keys"
+    decide("cp_gather_overlap", [], [sliced, by_gather, gpu])
     return found
 
 

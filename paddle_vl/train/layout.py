@@ -88,7 +88,13 @@ class Layout:
         shards_layers = topology.sharding_group.nranks > 1 and topology.degrees.sharding_stage > 1
         context = None
         if topology.cp_group is not None:
-            context = ContextGroup(topology.cp_group, topology.cp_mp_group)
+            hidden = overlaps(topology.degrees, keys=parallel.cp_gather_overlap)
+            context = ContextGroup(
+                topology.cp_group,
+                topology.cp_mp_group,
+                topology.degrees.cp_attention == "ulysses",
+                hidden["cp_gather_overlap"].is_on,
+            )
         if topology.mp_group.nranks == topology.ep_group.nranks == topology.degrees.cp_degree == 1:
             placement = SingleDevicePlacement(stage_layers, ranks, shards_layers)
         else:

@@ -1,16 +1,19 @@
 """Qwen3-VL on slices of its token rows, against one device.
 
 Guarantees, on two context-parallel ranks, and on two times two tensor-parallel ones with sequence
-parallelism: loss, its parts by source, and every gradient are those of one device, for rows with
-images and videos, packed rows, rows of text and experts with their balance, in the checked mode of
-the visual indices; each item is encoded once; a layer sends the bytes of the formula and keeps
-those of the slice and the keys of all.
+parallelism, by the gather of keys and by the exchange of heads: loss, its parts by source, and
+every gradient are those of one device, for rows with images and videos, packed rows, rows of text
+and experts with their balance, in the checked mode of the visual indices; each item is encoded
+once; a layer sends the bytes of the formula and keeps those of the slice and the keys of all.
+With a hidden gather the bits are the same, and attention runs between the start and the end of
+half of its collectives.
 """
 
 import gc
 import tempfile
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import paddle
@@ -25,10 +28,12 @@ from paddle_vl.families.vlm.inputs.collate import (
     VLCollator,
 )
 from paddle_vl.families.vlm.objective import VLBatchAdapter, sliced
+from paddle_vl.parallel import context_parallel
 from paddle_vl.parallel.collectives import all_reduce_gradients, all_reduce_partial_gradients
 from paddle_vl.parallel.context_parallel import ContextGroup
 from paddle_vl.parallel.degrees import ParallelDegrees
-from paddle_vl.parallel.recorder import record_collectives
+from paddle_vl.parallel.recorder import Collective, observed, record_collectives
+from paddle_vl.parallel.sharding.buckets import Pending
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import Topology, initialize
 from paddle_vl.testing.qwen3_vl import IMAGE, MIXED, VIDEO, Image, Video, tiny_qwen3_vl_batch
@@ -53,12 +58,18 @@ LAYER = {"hidden_size": 64, "intermediate_size": 192, "vocab_size": 128}
 LAYER |= {"num_attention_heads": 8, "num_key_value_heads": 4}
 
 
-def model_of(name: str, topology: Topology | None = None) -> Any:
+# Settings of `ContextGroup`.
+WAYS: dict[str, dict[str, bool]] = {
+    "gather": {}, "hidden": {"hides_gather": True}, "ulysses": {"exchanges_heads": True},
+}  # fmt: skip
+
+
+def model_of(name: str, topology: Topology | None = None, way: str = "gather") -> Any:
     values = EXPERTS if name == "experts" else {}
     model = tiny_model(**values)
     if topology is None:
         return model
-    context = ContextGroup(topology.cp_group, topology.cp_mp_group)
+    context = ContextGroup(topology.cp_group, topology.cp_mp_group, **WAYS[way])
     placement = FleetPlacement(
         topology.mp_group, topology.degrees.sequence_parallel, context=context
     )
@@ -102,9 +113,9 @@ def reference(name: str) -> tuple[float, np.ndarray, dict[str, np.ndarray]]:
     return output.loss.item(), output.source_sums.numpy(), grads
 
 
-def differences(topology: Topology, name: str) -> list[tuple[float, str]]:
+def differences(topology: Topology, name: str, way: str) -> list[tuple[float, str]]:
     """Relative errors of loss, sums and gradients against one device, and their names."""
-    model = model_of(name, topology)
+    model = model_of(name, topology, way)
     with checked_values():
         output = model(**batch_of(name, model))
     output.loss.backward()
@@ -126,9 +137,51 @@ def differences(topology: Topology, name: str) -> list[tuple[float, str]]:
     return found
 
 
-def traffic(topology: Topology) -> list[tuple[str, int]]:
+def with_other_bits(topology: Topology) -> list[str]:
+    """What has other bits with a hidden gather: loss, and gradients by name."""
+    found = []
+    for way in ("gather", "hidden"):
+        model = model_of("packed", topology, way)
+        loss = model(**batch_of("packed", model)).loss
+        loss.backward()
+        grads = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+        found.append({"loss": loss.numpy(), **grads})
+    gather, hidden = found
+    assert gather.keys() == hidden.keys()
+    return [name for name, x in gather.items() if not np.array_equal(x, hidden[name])]
+
+
+def events(topology: Topology) -> list[str]:
+    """What a hidden gather starts and waits for, and the attention between, forward and back."""
+    model, group = model_of("packed", topology, "hidden"), topology.cp_group
+    assert group is not None
+    batch, found = batch_of("packed", model), list[str]()
+
+    def noting(name: str, own: Any) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            found.append(name)
+            return own(*args, **kwargs)
+
+        return noted
+
+    def started(call: Collective) -> None:
+        if call.kind in ("all_gather", "reduce_scatter") and call.ranks == tuple(group.ranks):
+            found.append(call.kind)
+
+    attend, back = context_parallel.masked_attention, paddle.autograd.backward
+    with (
+        observed(started),
+        mock.patch.object(context_parallel, "masked_attention", noting("attend", attend)),
+        mock.patch.object(paddle.autograd, "backward", noting("attend", back)),
+        mock.patch.object(Pending, "result", noting("wait", Pending.result)),
+    ):
+        model(**batch).loss.backward()
+    return found
+
+
+def traffic(topology: Topology, way: str) -> list[tuple[str, int]]:
     """Kind and bytes of this rank's calls over its context-parallel group, forward and back."""
-    model = model_of("packed", topology)
+    model = model_of("packed", topology, way)
     batch = batch_of("packed", model)
     with record_collectives() as recording:
         model(**batch).loss.backward()
@@ -137,14 +190,14 @@ def traffic(topology: Topology) -> list[tuple[str, int]]:
     return [(call.kind, call.num_bytes) for call in recording.calls if call.ranks == ranks]
 
 
-def kept(topology: Topology | None, tokens: int) -> int:
+def kept(topology: Topology | None, tokens: int, way: str = "gather") -> int:
     """Bytes that a decoder layer keeps for its backward pass."""
     found = []
     for layers in (3, 4):
         sizes = {"num_hidden_layers": layers, **LAYER}
         model = tiny_model(**sizes)
         if topology is not None:
-            context = ContextGroup(topology.cp_group, topology.cp_mp_group)
+            context = ContextGroup(topology.cp_group, topology.cp_mp_group, **WAYS[way])
             placement = FleetPlacement(topology.mp_group, context=context)
             model = type(model).from_config(model.config, placement)
         model.train()
@@ -169,11 +222,18 @@ def kept(topology: Topology | None, tokens: int) -> int:
 
 def worker(degrees: dict[str, Any]) -> dict:
     topology = initialize(ParallelDegrees(sharding_degree=2, cp_degree=2, **degrees))
-    checks: dict[str, Any] = {name: partial(differences, topology, name) for name in BATCHES}
+    checks: dict[str, Any] = {
+        f"{way} {name}": partial(differences, topology, name, way)
+        for way in ("gather", "ulysses")
+        for name in BATCHES
+    }
+    checks["bits"] = partial(with_other_bits, topology)
     if not degrees:
         checks |= {
-            "traffic": partial(traffic, topology),
-            "kept": lambda: [kept(topology, 64), kept(None, 64)],
+            "events": partial(events, topology),
+            "gather traffic": partial(traffic, topology, "gather"),
+            "ulysses traffic": partial(traffic, topology, "ulysses"),
+            "kept": lambda: [kept(None, 64), *(kept(topology, 64, way) for way in WAYS)],
         }
     return run_checks(checks)
 
@@ -189,17 +249,33 @@ def of_four() -> list[dict]:
 
 
 @pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("way", ["gather", "ulysses"])
 @pytest.mark.parametrize("ranks", ["of_two", "of_four"])
-def test_loss_and_gradients_are_those_of_one_device(ranks, name, request):
-    for found in outcome_of(request.getfixturevalue(ranks), name):
+def test_loss_and_gradients_are_those_of_one_device(ranks, way, name, request):
+    for found in outcome_of(request.getfixturevalue(ranks), f"{way} {name}"):
         assert max(found) <= (TOPOLOGY, ""), max(found)
+
+
+@pytest.mark.parametrize("ranks", ["of_two", "of_four"])
+def test_a_hidden_gather_has_the_same_bits(ranks, request):
+    for found in outcome_of(request.getfixturevalue(ranks), "bits"):
+        assert not found
+
+
+def test_attention_runs_while_half_of_the_keys_are_under_way(of_two):
+    """Keys and values of two parts are four calls, of which two each are waited for together."""
+    gather, scatter, wait = ["all_gather"] * 2, ["reduce_scatter"] * 2, ["wait"] * 2
+    forward = [*gather, *gather, *wait, "attend", *wait, "attend"]
+    backward = ["attend", *scatter, "attend", *scatter, *wait, *wait]
+    for found in outcome_of(of_two, "events"):
+        assert found == 3 * forward + 3 * backward
 
 
 def test_a_layer_sends_the_bytes_of_the_formula(of_two):
     """Two rows of 24 tokens on two ranks; a tensor has 2 key heads of width 8."""
     tokens, values = 2 * 24, 2 * 8 * 4
     gathered, scattered = ("all_gather", tokens // 2 * values), ("reduce_scatter", tokens * values)
-    for calls in outcome_of(of_two, "traffic"):
+    for calls in outcome_of(of_two, "gather traffic"):
         # Keys and values of three layers.
         assert calls.count(gathered) == calls.count(scattered) == 3 * 2
         # Rows of the tower, their gradients, the loss and its parts by source.
@@ -207,7 +283,19 @@ def test_a_layer_sends_the_bytes_of_the_formula(of_two):
         assert sorted(others) == ["all_reduce"] * 2 + ["alltoall_single"] * 2
 
 
+def test_exchanged_heads_send_the_bytes_of_the_formula(of_two):
+    """Of 4 query heads and 2 key heads; queries, keys and values there, and outputs back."""
+    rows = 2 * 24 // 2
+    queries, keys = (("alltoall_single", rows * heads * 8 * 4) for heads in (4, 2))
+    for calls in outcome_of(of_two, "ulysses traffic"):
+        # Of three layers, forward and back.
+        assert calls.count(queries) == calls.count(keys) == 3 * 2 * 2
+        others = [call[0] for call in calls if call not in (queries, keys)]
+        assert sorted(others) == ["all_reduce"] * 2 + ["alltoall_single"] * 2
+
+
 def test_a_layer_keeps_the_rows_of_its_slice_and_the_keys_of_all(of_two):
     """Of 64 tokens a slice has 32, and keys and values of the other 32, 4 heads of width 8."""
-    for own, whole in outcome_of(of_two, "kept"):
-        assert own == whole // 2 + 32 * (2 * 4 * 8 * 4)
+    for whole, *own in outcome_of(of_two, "kept"):
+        gather = whole // 2 + 32 * (2 * 4 * 8 * 4)
+        assert own == [gather, gather, whole // 2]

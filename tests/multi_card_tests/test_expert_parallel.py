@@ -19,6 +19,7 @@ from tests.support.topology_runs import (
     SHARDING,
     SP,
     STAGE_3,
+    ULYSSES,
     EqualsOneDevice,
     batch_settings,
     continue_run,
@@ -51,6 +52,7 @@ HEAVY = {
     # Experts over mp ranks, sharded over two ranks; reductions and gathers overlap, as on GPUs.
     "mp2 sharding2 ep2 stage 1": (4, [*MP2, *SHARDING, EP2, *OVERLAPS]),
     "cp2 ep2 stage 3": (2, [*CP, EP2, STAGE_3, FULL]),
+    "cp2 ep2 by heads": (2, [*CP, ULYSSES, EP2, FULL]),
     "cp2 mp2 ep4": (4, [*MP2, *CP[:-1], EP4, "data.pad_to_multiple_of=4"]),
     "sharding2 ep2 stage 3": (2, [*SHARDING, EP2, STAGE_3, FULL]),
     "dp2 sharding2 ep4 stage 2": (4, [*EP[:1], EP4, *SHARDING, STAGE_2]),

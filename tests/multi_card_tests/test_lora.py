@@ -40,6 +40,7 @@ from tests.support.topology_runs import (
     PP,
     SHARDING,
     STAGE_3,
+    ULYSSES,
     EqualsOneDevice,
     batch_settings,
 )
@@ -53,7 +54,7 @@ TOPOLOGIES = {
     "sharding2 stage 1": (2, SHARDING),
     "sharding2 stage 3": (2, [*SHARDING, STAGE_3]),
 }  # fmt: skip
-HEAVY = {"cp2 stage 3": (2, [*CP, STAGE_3])}
+HEAVY = {"cp2 stage 3": (2, [*CP, STAGE_3]), "cp2 by heads": (2, [*CP, ULYSSES])}
 
 
 def kept_by_dropout() -> dict[str, np.ndarray]:

@@ -7,24 +7,28 @@ and so do slices of another size. Samples have two images, one, or none.
 """
 
 from pathlib import Path
+from typing import ClassVar
 
 import paddle.distributed as dist
 import pytest
 
-from tests.multi_card_tests.test_training import common, run_file
+from tests.multi_card_tests.test_training import MODEL, common, run_file
 from tests.support.finished_runs import arrays_of, assert_close, lasting_metrics
 from tests.support.launch import launch
 from tests.support.tolerance import TOPOLOGY
 from tests.support.topology_runs import (
     CP,
+    HIDDEN,
     PP,
     SHARDING,
     SP,
     STAGE_3,
+    ULYSSES,
     EqualsOneDevice,
     batch_settings,
     continue_run,
     train,
+    write_mixed_run,
 )
 
 __all__ = ["run_file"]
@@ -41,7 +45,7 @@ HEAVY = {
     "sharding2 stage 3": (2, [*SHARDING, STAGE_3]),
 }
 CP4 = ["parallel.sharding_degree=4", "parallel.cp_degree=4", "data.pad_to_multiple_of=4"]
-HEAVY = {
+HEAVY |= {
     "cp4 stage 2": (4, [*CP4, "parallel.sharding_stage=2"]),
     "cp2 mp2, tower everywhere": (4, [*CP, "parallel.mp_degree=2", "parallel.vision=replicate"]),
 }
@@ -64,6 +68,31 @@ class TestPacking(EqualsOneDevice):
             for key, value in wanted.items():
                 assert found[key] == pytest.approx(value, rel=TOPOLOGY), (wanted["step"], key)
         assert_close(arrays_of(several / "checkpoint-4"), arrays_of(one_device / "checkpoint-4"))
+
+
+class TestHeads(TestPacking):
+    """With heads that slices divide, by their exchange, and by gathers behind attention."""
+
+    topologies: ClassVar = {"cp2 by heads": (2, [*CP, ULYSSES])}
+    heavy: ClassVar = {
+        "cp4 by heads": (4, [*CP4, ULYSSES]),
+        "cp2 mp2 by heads, with sequence parallelism": (
+            4,
+            [*CP[:-1], ULYSSES, "parallel.mp_degree=2", SP[0], "data.pad_to_multiple_of=4"],
+        ),
+        "cp2 pp2 by heads": (4, [*CP, ULYSSES, *PP, "train.recompute=attention"]),
+        "cp2 stage 3 by heads": (2, [*CP, ULYSSES, STAGE_3, "train.recompute=act"]),
+        "cp2 pp2, hidden": (4, [*CP, HIDDEN, *PP, "train.recompute=attention"]),
+        "cp2 stage 3, hidden": (2, [*CP, HIDDEN, STAGE_3, "train.recompute=mlp"]),
+        "cp2, hidden": (2, [*CP, HIDDEN, "train.recompute=act"]),
+    }
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def run_file(cls, tmp_path_factory) -> Path:
+        heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+        model = MODEL | {"text_config": MODEL["text_config"] | heads}
+        return write_mixed_run(tmp_path_factory.mktemp("run"), 24, model)
 
 
 def train_and_move(run_file: str, output_dir: str, before: list[str], after: list[str]) -> None:

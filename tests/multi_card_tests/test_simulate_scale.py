@@ -51,6 +51,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "stage 2": {"sharding_degree": 2, "sharding_stage": 2},
         "stage 3": {"sharding_degree": 2, "sharding_stage": 3},
         "cp": {"sharding_degree": 2, "cp_degree": 2},
+        "cp by heads": {"sharding_degree": 2, "cp_degree": 2, "cp_attention": "ulysses"},
         "sp": MP,
         "pp": {"pp_degree": 2, "pp_split": "count"},
         "colocated": COLOCATED,

@@ -114,6 +114,7 @@ HEAVY = {
     ),
     "cp2 mp2, tower everywhere": (4, [*CP, "parallel.mp_degree=2", "parallel.vision=replicate"]),
     "cp2 pp2": (4, [*CP, *PP, "train.recompute=attention"]),
+    "cp2 pp2 dualpipev": (4, [*CP, *PP, "parallel.pp_schedule=dualpipev"]),
     "cp2 stage 3": (2, [*CP, STAGE_3, "train.recompute=full"]),
     "dp2 cp2 with overlap": (4, ["parallel.dp_degree=2", *CP, *OVERLAP]),
     "cp2 of sharding4 stage 3": (

@@ -8,6 +8,7 @@ tower's layers need while they run, copies, and the allocator's gaps.
 from typing import NamedTuple
 
 WIDTH, INNER, LAYERS, QUERIES, KEYS, VOCABULARY = 4096, 12288, 36, 4096, 1024, 151936
+HEAD = 128
 TOWER_WIDTH, TOWER_LAYERS, TOWER_PARAMETERS, PATCH, LEVELS = 1152, 27, 576_000_000, 1536, 3
 LAYER_PARAMETERS = 2 * WIDTH * (QUERIES + KEYS) + 3 * WIDTH * INNER
 TABLE_PARAMETERS = VOCABULARY * WIDTH
@@ -22,13 +23,14 @@ class Job(NamedTuple):
     cp: int
     mp: int
     sharding: int
+    exchanges_heads: bool = False
 
     @property
     def gpus(self) -> int:
         return self.sharding * self.mp
 
     def bytes_by_part(self) -> dict[str, float]:
-        tokens, cp, mp, sharding = self
+        tokens, cp, mp, sharding, exchanges_heads = self
         shards = cp * mp
         visual = 3 * tokens // 4
         decoder = LAYERS * LAYER_PARAMETERS + 2 * TABLE_PARAMETERS
@@ -38,6 +40,12 @@ class Job(NamedTuple):
         # Encoded here, received, and its sections apart; without cp all rows on every mp rank.
         rows = 3 * visual / shards if cp > 1 or mp == 1 else 2 * visual
         of_slice = 2 * WIDTH + (3 * (QUERIES + KEYS) + 3 * INNER + 2 * WIDTH) / mp
+        of_all = 2 * 2 * tokens * KEYS / mp
+        if exchanges_heads or (cp > 1 and mp < KEYS // HEAD):
+            # The output of attention before its return, or of halves of the heads.
+            of_slice += QUERIES / mp
+        if exchanges_heads:
+            of_all = 2 * 2 * tokens * exchanged_keys(cp, mp) / mp / cp
         return {
             "state": (2 + 4 + 12) * parameters / sharding,
             # Two layers, and a table with its gradient.
@@ -47,15 +55,21 @@ class Job(NamedTuple):
             "visual rows": 2 * rows * (1 + LEVELS) * WIDTH,
             "layer inputs": 2 * tokens / shards * WIDTH * LAYERS,
             "a layer": 2 * tokens / cp * of_slice,
-            "keys of all": 2 * 2 * tokens * KEYS / mp,
+            "keys of all": of_all,
             "loss": 10 * CHUNK + 4 * TABLE_PARAMETERS / mp,
         }
+
+
+def exchanged_keys(cp: int, mp: int) -> int:
+    """Features of the keys of all ranks, of which each has a head or more."""
+    return max(KEYS, HEAD * cp * mp)
 
 
 JOBS = (
     Job(32_768, 1, 1, 8),
     Job(131_072, 4, 1, 8),
     Job(262_144, 8, 1, 8),
+    Job(262_144, 8, 1, 8, True),
     Job(262_144, 4, 2, 4),
     Job(262_144, 1, 8, 1),
     Job(262_144, 8, 1, 64),
@@ -69,24 +83,30 @@ def documented_table() -> str:
     """GB of 10^9 bytes of a rank."""
     names = list(JOBS[0].bytes_by_part())
     lines = [
-        f"| tokens | GPUs | cp | mp | {' | '.join(names)} | together |",
-        f"|{' ---: |' * (len(names) + 5)}",
+        f"| tokens | GPUs | cp | mp | attention | {' | '.join(names)} | together |",
+        f"|{' ---: |' * 4} --- |{' ---: |' * (len(names) + 1)}",
     ]
     for job in JOBS:
         parts = job.bytes_by_part()
         sizes = " | ".join(f"{each / 1e9:.1f}" for each in [*parts.values(), sum(parts.values())])
-        lines.append(f"| {job.tokens:,} | {job.gpus} | {job.cp} | {job.mp} | {sizes} |")
+        way = "ulysses" if job.exchanges_heads else "gather" if job.cp > 1 else ""
+        lines.append(f"| {job.tokens:,} | {job.gpus} | {job.cp} | {job.mp} | {way} | {sizes} |")
     return "\n".join(lines)
 
 
 def documented_traffic() -> str:
-    """MB that a rank sends for a layer's keys and values in one direction."""
+    """MB that a rank sends for a layer in one direction."""
     tokens = (32_768, 131_072, 262_144, 1_048_576)
     lines = [
-        f"| cp x mp | {' | '.join(f'{each:,} tokens' for each in tokens)} |",
-        f"| --- |{' ---: |' * len(tokens)}",
+        f"| cp x mp | `cp_attention` | {' | '.join(f'{each:,} tokens' for each in tokens)} |",
+        f"| --- | --- |{' ---: |' * len(tokens)}",
     ]
-    for cp, mp in ((2, 1), (4, 1), (8, 1), (8, 8), (64, 1)):
-        sent = [2 * 2 * each * KEYS / mp * (cp - 1) / cp / 1e6 for each in tokens]
-        lines.append(f"| {cp} x {mp} | {' | '.join(f'{each:,.0f}' for each in sent)} |")
+    for cp, mp in ((2, 1), (4, 1), (8, 1), (16, 1), (4, 2), (8, 8), (64, 1)):
+        ways: dict[str, float] = {"gather": 2 * KEYS}
+        if QUERIES // HEAD // mp % cp == 0:
+            ways["ulysses"] = 2 * (QUERIES + exchanged_keys(cp, mp)) / cp
+        for way, features in ways.items():
+            sent = [2 * each * features / mp * (cp - 1) / cp / 1e6 for each in tokens]
+            sizes = " | ".join(f"{each:,.0f}" for each in sent)
+            lines.append(f"| {cp} x {mp} | {way} | {sizes} |")
     return "\n".join(lines)

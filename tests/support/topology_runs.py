@@ -26,6 +26,7 @@ DAMPED = ("train.adam_epsilon=1e-2", "train.weight_decay=0.1")
 SHARDING, PP = ("parallel.sharding_degree=2",), ("parallel.pp_degree=2",)
 STAGE_3 = "parallel.sharding_stage=3"
 CP = (*SHARDING, "parallel.cp_degree=2", "data.pad_to_multiple_of=2")
+HIDDEN, ULYSSES = "parallel.cp_gather_overlap=true", "parallel.cp_attention=ulysses"
 SP = ("parallel.sequence_parallel=true", "data.pad_to_multiple_of=2")
 # Samples of a micro-batch over all ranks.
 GLOBAL_BATCH = 4

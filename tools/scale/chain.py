@@ -20,6 +20,7 @@ class Call:
         num_bytes: that this rank contributes, or receives by a recv.
         pieces: calls that it stands for, as full parameters take more buckets.
         is_sized: whether parameters determine the bytes of the run, and not how they grow.
+        heads: of attention, that each rank has of what it carries; 0 where it carries no heads.
         time: of a pass, in forward passes of the stage.
     """
 
@@ -29,6 +30,7 @@ class Call:
     num_bytes: int
     pieces: int = 1
     is_sized: bool = False
+    heads: int = 0
     time: float = 0
 
     @property

@@ -76,7 +76,8 @@ class Recorder:
         if self._owner is not None:
             size, pieces = self._of_parameters(call, group, *self._owner)
         kind = self._kind(call, group)
-        self.calls.append(Call(kind, call.kind, call.ranks, size, pieces, is_sized))
+        heads = call.shape[-2] if kind == CONTEXT and len(call.shape) > 2 else 0
+        self.calls.append(Call(kind, call.kind, call.ranks, size, pieces, is_sized, heads))
 
     @contextmanager
     def of(self, step: SmallStep, full: Any) -> Iterator[None]:
@@ -273,6 +274,7 @@ def simulated(config: Any, rank: int) -> Simulated:
     recorder = Recorder(config, rank)
     sizes = become_rank(rank, parallel_degrees(config).num_processes, recorder.observe)
     parallel: dict[str, Any] = {"reduce_dtype": "float32", "dp_comm_overlap": None}
+    parallel["cp_gather_overlap"] = None
     parallel |= {"pp_token_rows": None, "pp_visual_rows": None}
     small = config.model_copy(
         update={
@@ -302,16 +304,19 @@ def simulated(config: Any, rank: int) -> Simulated:
     for wider, widening in small_family.widenings.items():
         by_width = widening * Fraction(recorder.value_bytes, 4)
         growth |= {wider: by_width, more * wider: by_units * by_width}
-    # Keys and values have the run's heads, of which a rank of the small model has one.
-    shape, mp = family.shape, config.parallel.mp_degree
-    of_keys = by_units * Fraction(recorder.value_bytes, 4) * max(shape.num_key_value_heads // mp, 1)
+    # Queries, keys and values have the run's heads, see `_small` for those of the small model.
+    shape, mp, cp = family.shape, config.parallel.mp_degree, config.parallel.cp_degree
+    queries, keys = (n // mp for n in (shape.num_attention_heads, shape.num_key_value_heads))
+    of_rows = by_units * Fraction(recorder.value_bytes, 4)
+    of_heads = {1: of_rows * max(keys, 1)}
+    if config.parallel.cp_attention == "ulysses":
+        of_heads = {2: of_rows * queries / (2 * cp), 1: of_rows * max(keys, cp) / cp}
     of_run = []
     for call, larger in zip(calls, grown, strict=True):
         ratio = larger.num_bytes / call.num_bytes if call.num_bytes and not call.is_sized else 1
         if ratio not in growth:
             raise ValueError(f"{call} grows {ratio:g} times: this tool cannot scale it")
-        is_of_keys = call.kind == CONTEXT and ratio == more
-        factor = of_keys if is_of_keys else growth[ratio]
+        factor = of_heads[call.heads] if call.heads else growth[ratio]
         of_run.append(replace(call, num_bytes=round(factor * call.num_bytes)))
     rows = int(by_units * small_family.unit_rows)
     return Simulated(rank, of_run, memory, groups, start_calls, agreed, rows)

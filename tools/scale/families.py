@@ -95,7 +95,11 @@ class SizedVL(VLRecipe):
         values, mp = full.to_dict(), self.config.parallel.mp_degree
         text, vision, width = values["text_config"], values["vision_config"], WIDTH * factor
         text |= {"hidden_size": width, "vocab_size": 64 * mp}
-        text |= {"num_attention_heads": mp, "num_key_value_heads": mp}
+        # Where slices exchange heads, a rank gets two query heads and one key head of each kind.
+        slices = self.config.parallel.cp_degree
+        by_heads = self.config.parallel.cp_attention == "ulysses"
+        heads, keys = (2 * slices, slices) if by_heads else (1, 1)
+        text |= {"num_attention_heads": heads * mp, "num_key_value_heads": keys * mp}
         heads = mp * self.config.parallel.encoder.mp_degree
         inner = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
         text |= {name: INNER * mp for name in inner if name in text}

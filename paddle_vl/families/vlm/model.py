@@ -251,6 +251,7 @@ class VLForConditionalGeneration(PretrainedVLModel):
         cu_seqlens: Array | None = None,
         packed_key_ends: Array | None = None,
         slice_key_rows: Array | None = None,
+        slice_orders: Array | None = None,
         real_row_indices: Array | None = None,
         num_real_rows: int | None = None,
         expert_capacity: ExpertCapacity | None = None,
@@ -279,8 +280,8 @@ class VLForConditionalGeneration(PretrainedVLModel):
                 each sample must be -100. Not with caches.
             packed_key_ends: `[B, L]` int32, `batch.positions.key_ends` of the offsets; None to
                 compute it where a kernel needs it.
-            slice_key_rows: `[1, 1, T, 2]` int32, of a slice of the token rows, see
-                `paddle_vl.families.vlm.objective`; None for all of them.
+            slice_key_rows, slice_orders: `[1, 1, T, 2]` int32 and `[2, T]` int64, of a slice of the
+                token rows, see `paddle_vl.batch.schema`; None for all of them.
             real_row_indices, num_real_rows: token rows that are not padding, for a model with
                 experts; None to take them from the mask, see `routed_rows`.
             expert_capacity: for a step with expert parallelism; None for exact sizes.
@@ -309,7 +310,9 @@ class VLForConditionalGeneration(PretrainedVLModel):
             if len(offsets) > batch + 1:
                 packed = PackedSamples(offsets, length, device_tensor(packed_key_ends))
         if slice_key_rows is not None:
-            packed = SliceMask(device_tensor(slice_key_rows), input_ids.shape[1])
+            whole = slice_orders is not None
+            queries = (slice_key_rows.shape[2:] if whole else input_ids.shape[1:])[0]
+            packed = SliceMask(device_tensor(slice_key_rows), queries, device_tensor(slice_orders))
         mask_is_needed = (
             attention_mask is not None and has_left_padding is not False and offsets is None
         )

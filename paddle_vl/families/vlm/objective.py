@@ -228,13 +228,17 @@ def sliced(batch: VLBatch, context: Context) -> VLBatch:
     whole: Any = with_target_rows(batch)
     rows, length = whole["input_ids"].shape
     offsets_S = whole.get("cu_seqlens", np.arange(rows + 1) * length)
-    own = RowSlice.of(offsets_S.astype(np.int64), context.rank, context.size)
+    offsets_S = offsets_S.astype(np.int64)
+    own = RowSlice.of(offsets_S, context.rank, context.size)
     found = {name: value for name, value in whole.items() if name not in _CUT}
     found[WHOLE_ROWS] = {name: whole[name] for name in _COUNTED if name in whole}
     for name in ("input_ids", "attention_mask", "position_ids"):
         axes = [*whole[name].shape[:-2], -1]
         found[name] = whole[name].reshape(axes)[..., own.rows][..., None, :]
     found["slice_key_rows"] = own.key_rows
+    if context.exchanges_heads:
+        all_rows = RowSlice.of(offsets_S, 0, 1)
+        found |= {"slice_key_rows": all_rows.key_rows, "slice_orders": own.orders}
     found |= _own_targets(whole, own)
     if "visual_update_indices" in whole:
         found |= _own_visual(whole, own, context)

@@ -85,7 +85,7 @@ def start_entry(config: RunConfig, first_step: int) -> dict[str, Any]:
     if degrees.num_processes > 1:
         fleet_options = effective_options(fleet_strategy(degrees, parallel.fleet))
     gathers, sums = parallel.sharding_gather_overlap, parallel.dp_comm_overlap
-    hidden = overlaps(degrees, parallel.fleet, gathers, sums)
+    hidden = overlaps(degrees, parallel.fleet, gathers, sums, parallel.cp_gather_overlap)
     name = paddle.device.cuda.get_device_name() if device.startswith("gpu") else processor_name()
     return {
         "started": _now(),

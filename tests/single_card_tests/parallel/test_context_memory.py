@@ -21,6 +21,7 @@ def test_sizes_are_those_of_the_model():
     text, vision = config.text_config, config.vision_config
     heads = text.num_attention_heads, text.num_key_value_heads
     assert tuple(n * text.head_dim for n in heads) == (formulas.QUERIES, formulas.KEYS)
+    assert text.head_dim == formulas.HEAD
     found = (text.hidden_size, text.intermediate_size, text.num_hidden_layers, text.vocab_size)
     assert found == (formulas.WIDTH, formulas.INNER, formulas.LAYERS, formulas.VOCABULARY)
     found = (vision.hidden_size, vision.depth, vision.patch_dim)

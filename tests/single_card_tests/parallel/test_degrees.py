@@ -42,6 +42,7 @@ def problems(shape: dict | None = None, pad_to_multiple_of: int = 8, **degrees) 
         {"mp_degree": 4, "sharding_degree": 2, "ep_degree": 2, "sequence_parallel": True},
         {"mp_degree": 2, "sharding_degree": 4, "cp_degree": 4, "sequence_parallel": True},
         {"mp_degree": 4, "sharding_degree": 8, "cp_degree": 8},
+        {"mp_degree": 2, "sharding_degree": 2, "cp_degree": 2, "cp_attention": "ulysses"},
     ],
 )
 def test_valid_degrees_pass(degrees):
@@ -85,6 +86,14 @@ def test_valid_degrees_pass(degrees):
             "rule), which passes through all tokens of a sample in order: ranks would have to hand "
             "it on, slice by slice; set cp_degree=1, and mp_degree with sequence_parallel for long "
             "samples",
+        ),
+        (
+            {"cp_degree": 2, "sharding_degree": 2, "mp_degree": 4, "cp_attention": "ulysses"},
+            {"num_attention_heads": 12},
+            "parallel.cp_attention is ulysses with parallel.cp_degree 2, but of mp_degree 4 a rank "
+            "has 3 query and 1 key heads, which are divided over the 2 ranks: cp_degree must "
+            "divide the query heads, and divide the key heads or be a multiple of them; choose "
+            "such a cp_degree, or cp_attention=gather",
         ),
         (
             {"cp_degree": 16, "sharding_degree": 16}, {},

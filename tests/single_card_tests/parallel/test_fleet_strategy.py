@@ -106,6 +106,10 @@ TOPOLOGIES = {
     ),
     "sharding stage 1, colocated": ParallelDegrees(sharding_degree=2, **PP, schedule="colocated"),
     "sharding stage 2": ParallelDegrees(sharding_degree=2, sharding_stage=2),
+    "cp, sharding stage 3": ParallelDegrees(sharding_degree=2, cp_degree=2, sharding_stage=3),
+    "cp by ulysses, sharding stage 3": ParallelDegrees(
+        sharding_degree=2, cp_degree=2, cp_attention="ulysses", sharding_stage=3
+    ),
     "sharding stage 1, mp, sequence parallel, pp, virtual stages": ParallelDegrees(
         sharding_degree=2, mp_degree=2, sequence_parallel=True, **PP, num_virtual_stages=2
     ),
