@@ -253,6 +253,7 @@ class RegionOps:
         width: int,
         num_levels: int,
         rows_of_ranks: Sequence[np.ndarray] | None = None,
+        has_own_only: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
         """Run the vision tower over all items; the result is the same on every mp rank, unless
         ranks get rows of their own.
@@ -265,8 +266,20 @@ class RegionOps:
             width, num_levels: D and G of the result, `[M, D]` and G times `[M, D]`.
             rows_of_ranks: numbers of the rows that each rank of `Context` and mp gets, each row at
                 most once; None for all.
+            has_own_only: whether the patches are those of `own_items` alone; of a black row where
+                this rank has no item and its layers are collective.
         """
+        assert not has_own_only, "one rank encodes all items"
         return encode(patches, grid_thw)
+
+    def own_items(self, grid_thw: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """What `encode_visual` divides over ranks, and what this rank encodes of it.
+
+        Returns:
+            The grid of all items, of videos maybe by frames, and numbers of this rank's, ascending;
+            None where every rank encodes all.
+        """
+        return None
 
     def encode_items(
         self,
