@@ -185,7 +185,10 @@ class RegionOps:
         layers_are_collective: whether layers issue collectives (sharded parameters, experts), so
             that all ranks must run the same layers, whatever their data.
         context: the ranks that have this rank's samples between them.
+        spreads_vision: whether ranks encode different items in `encode_visual`.
     """
+
+    spreads_vision = False
 
     def __init__(self, layers_are_collective: bool = False, context: Context | None = None):
         self.layers_are_collective = layers_are_collective
@@ -269,17 +272,12 @@ class RegionOps:
             has_own_only: whether the patches are those of `own_items` alone; of a black row where
                 this rank has no item and its layers are collective.
         """
-        assert not has_own_only, "one rank encodes all items"
         return encode(patches, grid_thw)
 
-    def own_items(self, grid_thw: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """What `encode_visual` divides over ranks, and what this rank encodes of it.
-
-        Returns:
-            The grid of all items, of videos maybe by frames, and numbers of this rank's, ascending;
-            None where every rank encodes all.
-        """
-        return None
+    def own_items(self, grid_thw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The grid of all items that `encode_visual` divides over ranks, of videos maybe by frames,
+        and the numbers of those that this rank encodes, ascending."""
+        return grid_thw, np.arange(len(grid_thw))
 
     def encode_items(
         self,

@@ -55,10 +55,7 @@ class SpreadOps(RegionOps):
     ):
         super().__init__(layers_are_collective, context)
         self.vision_group, self.sum_group = vision_group, sum_group
-
-    @property
-    def spreads_vision(self) -> bool:
-        return self.vision_group is not None
+        self.spreads_vision = vision_group is not None
 
     @property
     def replica_group(self) -> Any:
@@ -100,9 +97,9 @@ class SpreadOps(RegionOps):
         merged, *levels = paddle.split(packed_MC, 1 + num_levels, axis=1)
         return merged, levels
 
-    def own_items(self, grid_thw: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    def own_items(self, grid_thw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if not self.spreads_vision:
-            return None
+            return super().own_items(grid_thw)
         grid_thw, group = self._divided(grid_thw), self.vision_group
         return grid_thw, assign_items(grid_thw.prod(axis=1), group.nranks)[group.rank]
 

@@ -28,7 +28,7 @@ from tests.support.topology_runs import CP, GLOBAL_BATCH, PP, SP, batch_settings
 
 TOPOLOGIES = {
     "mp2 pp2": ["parallel.mp_degree=2", *PP, *SP],
-    "cp2 mp2": ["parallel.mp_degree=2", *CP, *SP],
+    "cp2 mp2": ["parallel.mp_degree=2", *CP, *SP, "data.pad_to_multiple_of=4"],
     "dp2 pp2, an encoder of all ranks": [
         *("parallel.dp_degree=2", *PP, "parallel.schedule=colocated"),
         *("parallel.encoder.mp_degree=4", "model.config.vision_config.num_heads=4"),

@@ -13,11 +13,11 @@ import numpy as np
 import paddle
 from paddle import Tensor, concat, nn
 
-from paddle_vl.batch.positions import key_ends, real_lengths
+from paddle_vl.batch.positions import key_ends, patch_places, real_lengths
 from paddle_vl.batch.row_slices import RowSlice
 from paddle_vl.batch.schema import WHOLE_ROWS, VLBatch
 from paddle_vl.families.vlm.model import VLOutput
-from paddle_vl.families.vlm.own_pixels import GRIDS, PIXELS, patch_places
+from paddle_vl.families.vlm.own_pixels import GRIDS, PIXELS
 from paddle_vl.nn.objective import IGNORE_INDEX, BatchAdapter, Loss, target_rows
 from paddle_vl.nn.placement import Context
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from paddle_vl.batch.positions import PATCH_FIELDS, vision_layout
+from paddle_vl.batch.positions import patch_places
 from paddle_vl.batch.schema import VLBatch
 from paddle_vl.nn.placement import RegionOps
 
@@ -20,18 +20,11 @@ PIXELS = ("pixel_values", "pixel_values_videos")
 GRIDS = ("image_grid_thw", "video_grid_thw")
 
 
-def patch_places(grid_thw: np.ndarray, vision: Any) -> dict[str, np.ndarray]:
-    """`PATCH_FIELDS` of the patches of some items, for a tower of that configuration."""
-    side, merge = vision.table_side, vision.spatial_merge_size
-    layout = vision_layout(grid_thw, table_side=side, merge=merge)
-    return dict(zip(PATCH_FIELDS, layout, strict=True))
-
-
 def with_own_pixels(batch: VLBatch, vision: Any, ops: RegionOps | None) -> VLBatch:
     """A batch of the collator with `own_patches` and their places in place of all pixels.
 
-    Unchanged without images and videos, and where every rank encodes all of them. A rank without an
-    item gets no patches, or a black row where its tower's layers are collective.
+    Unchanged without images and videos. A rank without an item gets no patches, or a black row
+    where its tower's layers are collective.
 
     Args:
         vision: the tower's configuration.
@@ -44,10 +37,8 @@ def with_own_pixels(batch: VLBatch, vision: Any, ops: RegionOps | None) -> VLBat
     rest = {name: value for name, value in fields.items() if name not in PIXELS}
     if ops is None:
         return cast(VLBatch, rest)
-    found = ops.own_items(np.concatenate([fields[name] for name in GRIDS if name in fields]))
-    if found is None:
-        return batch
-    grid_thw, items = found
+    grids = [fields[name] for name in GRIDS if name in fields]
+    grid_thw, items = ops.own_items(np.concatenate(grids))
     if items.size:
         rest["own_patches"], own_grid = _rows_of(pixels, grid_thw, items), grid_thw[items]
     else:

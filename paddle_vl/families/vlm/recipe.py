@@ -256,11 +256,15 @@ class VLRecipe(Family):
         loader.own_rows = self._own_rows()
         return loader
 
-    def _own_rows(self) -> Callable[[Any], Any]:
+    def _own_rows(self) -> Callable[[Any], Any] | None:
         context, part, expert_part = self._ops.context, self._ops.row_part, self._ops.expert_part
         ops, vision = self._ops if self._has_tower else None, self.model_config.vision_config
-        # The colocated schedule divides the items of all micro-batches of a step.
-        is_colocated = self.config.parallel.schedule == "colocated"
+        divides = self._ops.spreads_vision or not self._has_tower
+        if self.config.parallel.schedule == "colocated":
+            # It divides the items of all micro-batches of a step.
+            divides = False
+        if context.size == part.size == 1 and not divides:
+            return None
 
         def of_rank(batch: Any) -> Any:
             # Prompts are answered by every rank of a context-parallel group.
@@ -269,7 +273,7 @@ class VLRecipe(Family):
                 batch = sliced(batch, context)
             if part.size > 1:
                 batch = own_indices(batch, part, expert_part)
-            return batch if is_prompt or is_colocated else with_own_pixels(batch, vision, ops)
+            return with_own_pixels(batch, vision, ops) if divides and not is_prompt else batch
 
         return of_rank
 
