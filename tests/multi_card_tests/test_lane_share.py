@@ -50,7 +50,8 @@ class Counts(NamedTuple):
 def decode(run_file: str, output_dir: str, overrides: list[str]) -> Counts:
     counts, bytes_of = Counter(), Counter()
     load_rgb, share_made = image_processor.load_rgb, LaneShare.made
-    prepare = VLBatchAdapter.prepared
+    adapters: Any = VLBatchAdapter
+    prepare = adapters.prepared
 
     def prepared(adapter, batch):
         batch = prepare(adapter, batch)
@@ -70,7 +71,7 @@ def decode(run_file: str, output_dir: str, overrides: list[str]) -> Counts:
             bytes_of[share.reader, share.reads] += share.num_bytes - before
 
     image_processor.load_rgb, LaneShare.made = counted, made
-    VLBatchAdapter.prepared = prepared
+    adapters.prepared = prepared
     config = load_run_config(run_file, [f"train.output_dir={output_dir}", *overrides])
     trainer = build_trainer(config)
     trainer.run()

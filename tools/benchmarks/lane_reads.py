@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import harness
 from data_path import write_photographs
@@ -45,7 +46,9 @@ def measure(settings: list[str], ranks_per_machine: int) -> dict[str, float]:
 
     machine = int(os.environ["PADDLE_TRAINER_ID"]) // ranks_per_machine
     found = {"machine": machine, "images": 0, "seconds": 0.0, "bytes": 0}
-    encode, prepare = ImageProcessor.encode_one, VLBatchAdapter.prepared
+    images: Any = ImageProcessor
+    batches: Any = VLBatchAdapter
+    encode, prepare = images.encode_one, batches.prepared
 
     def encoded(processor, source, with_pixels):
         begin = time.thread_time()
@@ -61,7 +64,7 @@ def measure(settings: list[str], ranks_per_machine: int) -> dict[str, float]:
         found["bytes"] += sum(each.nbytes for each in given)
         return batch
 
-    ImageProcessor.encode_one, VLBatchAdapter.prepared = encoded, prepared
+    images.encode_one, batches.prepared = encoded, prepared
     lanes.machine = lambda: f"machine {machine}"
     build_trainer(load_run_config(str(ROOT / "configs/quickstart/digits.yaml"), settings)).run()
     return found
@@ -92,7 +95,8 @@ def rows(options: argparse.Namespace, folder: Path) -> Iterator[list[str]]:
             "data.pad_to_multiple_of": RANKS,
             "train.output_dir": folder / "work" / "out",
             "train.max_steps": STEPS,
-            "train.per_device_train_batch_size": SAMPLES // data_size,
+            "train.per_device_train_batch_size": SAMPLES // data_size // 2,
+            "train.gradient_accumulation_steps": 2,
         }
         settings |= {f"parallel.{key}": value for key, value in degrees.items()}
         given = harness.overrides(settings)

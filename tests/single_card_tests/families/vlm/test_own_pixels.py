@@ -22,6 +22,10 @@ ITEMS = (1, Image(4, 4), Video(3, 2, 4), 2, Image(2, 4), Video(2, 4, 4), Image(4
 PLACES = ("patch_coordinates", "patch_tap_rows", "patch_tap_weights")
 
 
+def batch_of(*sample: Any) -> Any:
+    return tiny_qwen3_vl_batch(sample)
+
+
 def ops_of(rank: int, size: int, cp: int = 1, is_collective: bool = False) -> RegionOps:
     context: Any = Context()
     context.size = cp
@@ -34,7 +38,7 @@ def rows_in_order(arrays: list[np.ndarray]) -> list[bytes]:
 
 @pytest.mark.parametrize(("size", "cp", "sizes"), [(2, 1, (48, 40)), (4, 4, (24, 24, 24, 16))])
 def test_patches_and_places_are_those_of_the_batch(size, cp, sizes):
-    adapter, batch = VLBatchAdapter(VISION), tiny_qwen3_vl_batch(ITEMS)
+    adapter, batch = VLBatchAdapter(VISION), batch_of(*ITEMS)
     whole: Any = adapter.prepared(batch)
     whole_patches = np.concatenate([whole[name] for name in PIXELS])
     own: list[Any] = [
@@ -50,7 +54,7 @@ def test_patches_and_places_are_those_of_the_batch(size, cp, sizes):
 
 
 def test_an_interval_is_not_copied_and_no_item_is_no_patch_or_a_black_row():
-    batch: Any = tiny_qwen3_vl_batch((1, Image(4, 4), Image(4, 4), 2))
+    batch = batch_of(1, Image(4, 4), Image(4, 4), 2)
     shared, patches = batch["pixel_values"], []
     for rank in (0, 1):
         patches.append(with_own_pixels(batch, VISION, ops_of(rank, 3))["own_patches"])
@@ -65,7 +69,7 @@ def test_an_interval_is_not_copied_and_no_item_is_no_patch_or_a_black_row():
 
 
 def test_what_is_not_cut():
-    batch, text = tiny_qwen3_vl_batch(ITEMS), tiny_qwen3_vl_batch((1, 2, 3))
+    batch, text = batch_of(*ITEMS), batch_of(1, 2, 3)
     alone: Any = with_own_pixels(batch, VISION, RegionOps())
     assert np.array_equal(alone["own_patches"], np.concatenate([batch[n] for n in PIXELS]))
     assert with_own_pixels(text, VISION, ops_of(0, 2)) is text
