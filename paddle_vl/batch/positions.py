@@ -254,6 +254,13 @@ def vision_layout(grid_thw: np.ndarray, *, table_side: int, merge: int = 2) -> P
     return PatchRows(*(np.concatenate(each) for each in zip(*places, strict=True)))
 
 
+def patch_places(grid_thw: np.ndarray, vision: Any) -> dict[str, np.ndarray]:
+    """`PATCH_FIELDS` of the patches of some items, for a tower of that configuration."""
+    side, merge = vision.table_side, vision.spatial_merge_size
+    layout = vision_layout(grid_thw, table_side=side, merge=merge)
+    return dict(zip(PATCH_FIELDS, layout, strict=True))
+
+
 def frame_runs(grid_thw: np.ndarray) -> tuple[tuple[int, int], ...]:
     """(count, length) of runs of consecutive attention segments of equal length, of the items
     `[I, 3]`; a segment is one frame of one item."""

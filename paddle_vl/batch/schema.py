@@ -61,11 +61,14 @@ class VLBatch(TextFields, total=False):
     # Patches of all images, of all videos. For the vision tower.
     pixel_values: Annotated[Array, Axes("P patch_dim", "float32")]
     pixel_values_videos: Annotated[Array, Axes("P patch_dim", "float32")]
+    # In place of both, where ranks encode different items: the patches of this rank's, images
+    # first. For the vision tower; from `paddle_vl.families.vlm.own_pixels`.
+    own_patches: Annotated[Array, Axes("P patch_dim", "float32")]
     # Patches in time, height and width of each item. For the vision tower; read on the host.
     image_grid_thw: Annotated[Array, Axes("I 3", "int64")]
     video_grid_thw: Annotated[Array, Axes("I 3", "int64")]
     # Places of these patches, images first: see `paddle_vl.batch.positions.PatchRows`. For the
-    # vision tower; from `VLBatchAdapter.prepared`.
+    # vision tower; from `VLBatchAdapter.prepared`, or with `own_patches`.
     patch_coordinates: Annotated[Array, Axes("P 2", "int64")]
     patch_tap_rows: Annotated[Array, Axes("P 4", "int64")]
     patch_tap_weights: Annotated[Array, Axes("P 4", "float32")]

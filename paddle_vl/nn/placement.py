@@ -187,7 +187,10 @@ class RegionOps:
         layers_are_collective: whether layers issue collectives (sharded parameters, experts), so
             that all ranks must run the same layers, whatever their data.
         context: the ranks that have this rank's samples between them.
+        spreads_vision: whether ranks encode different items in `encode_visual`.
     """
+
+    spreads_vision = False
 
     def __init__(self, layers_are_collective: bool = False, context: Context | None = None):
         self.layers_are_collective = layers_are_collective
@@ -255,6 +258,7 @@ class RegionOps:
         width: int,
         num_levels: int,
         rows_of_ranks: Sequence[np.ndarray] | None = None,
+        has_own_only: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
         """Run the vision tower over all items; the result is the same on every mp rank, unless
         ranks get rows of their own.
@@ -267,8 +271,15 @@ class RegionOps:
             width, num_levels: D and G of the result, `[M, D]` and G times `[M, D]`.
             rows_of_ranks: numbers of the rows that each rank of `Context` and mp gets, each row at
                 most once; None for all.
+            has_own_only: whether the patches are those of `own_items` alone; of a black row where
+                this rank has no item and its layers are collective.
         """
         return encode(patches, grid_thw)
+
+    def own_items(self, grid_thw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The grid of all items that `encode_visual` divides over ranks, of videos maybe by frames,
+        and the numbers of those that this rank encodes, ascending."""
+        return grid_thw, np.arange(len(grid_thw))
 
     def encode_items(
         self,

@@ -55,10 +55,7 @@ class SpreadOps(RegionOps):
     ):
         super().__init__(layers_are_collective, context)
         self.vision_group, self.sum_group = vision_group, sum_group
-
-    @property
-    def spreads_vision(self) -> bool:
-        return self.vision_group is not None
+        self.spreads_vision = vision_group is not None
 
     @property
     def replica_group(self) -> Any:
@@ -76,15 +73,13 @@ class SpreadOps(RegionOps):
         width: int,
         num_levels: int,
         rows_of_ranks: Sequence[np.ndarray] | None = None,
+        has_own_only: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
         if self.spreads_vision:
-            if self.context.size > 1:
-                # A long video may be all there is to spread: by its frames, which do not attend to
-                # each other.
-                grid_thw = np.repeat(grid_thw * [0, 1, 1] + [1, 0, 0], grid_thw[:, 0], axis=0)
+            grid_thw = self._divided(grid_thw)
             num_patches_I = grid_thw.prod(axis=1)
             packed_MC = self._spread(
-                lambda items: _encode_packed(encode, patches, grid_thw, items, merge),
+                lambda items: _encode_packed(encode, patches, grid_thw, items, merge, has_own_only),
                 num_patches_I,
                 num_patches_I // merge**2,
                 tower,
@@ -101,6 +96,19 @@ class SpreadOps(RegionOps):
             packed_MC = cast(Tensor, fleet_ops._c_identity(packed_MC, group=group))
         merged, *levels = paddle.split(packed_MC, 1 + num_levels, axis=1)
         return merged, levels
+
+    def own_items(self, grid_thw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if not self.spreads_vision:
+            return super().own_items(grid_thw)
+        grid_thw, group = self._divided(grid_thw), self.vision_group
+        return grid_thw, assign_items(grid_thw.prod(axis=1), group.nranks)[group.rank]
+
+    def _divided(self, grid_thw: np.ndarray) -> np.ndarray:
+        if self.context.size == 1:
+            return grid_thw
+        # A long video may be all there is to spread: by its frames, which do not attend to each
+        # other.
+        return np.repeat(grid_thw * [0, 1, 1] + [1, 0, 0], grid_thw[:, 0], axis=0)
 
     def encode_items(
         self,
@@ -269,9 +277,13 @@ def _encode_packed(
     grid_thw: np.ndarray,
     items: np.ndarray,
     merge: int,
+    has_own_only: bool,
 ) -> Tensor:
     """Merged rows and levels of some items side by side, `[M, C]`; one black row for no items."""
-    if items.size:
+    if has_own_only:
+        own_grid = grid_thw[items] if items.size else np.array([[1, merge, merge]])
+        merged, levels = encode(patches, own_grid)
+    elif items.size:
         rows = rows_of_items(items, grid_thw.prod(axis=1))
         own = [rows_in_order(each, rows) for each in patches]
         merged, levels = encode(own, grid_thw[items])

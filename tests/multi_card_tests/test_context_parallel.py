@@ -3,10 +3,10 @@
 Guarantees, on two context-parallel ranks, and on two times two tensor-parallel ones with sequence
 parallelism, by the gather of keys and by the exchange of heads: loss, its parts by source, and
 every gradient are those of one device, for rows with images and videos, packed rows, rows of text
-and experts with their balance, in the checked mode of the visual indices; each item is encoded
-once; a layer sends the bytes of the formula and keeps those of the slice and the keys of all.
-With a hidden gather the bits are the same, and attention runs between the start and the end of
-half of its collectives.
+and experts with their balance, in the checked mode of the visual indices, from the patches of a
+rank's own items and (experts) from all; each item is encoded once; a layer sends the bytes of the
+formula and keeps those of the slice and the keys of all. With a hidden gather the bits are the
+same, and attention runs between the start and the end of half of its collectives.
 """
 
 import gc
@@ -28,6 +28,7 @@ from paddle_vl.families.vlm.inputs.collate import (
     VLCollator,
 )
 from paddle_vl.families.vlm.objective import VLBatchAdapter, sliced
+from paddle_vl.families.vlm.own_pixels import with_own_pixels
 from paddle_vl.parallel import context_parallel
 from paddle_vl.parallel.collectives import all_reduce_gradients, all_reduce_partial_gradients
 from paddle_vl.parallel.context_parallel import ContextGroup
@@ -97,6 +98,8 @@ def batch_of(name: str, model: Any) -> dict[str, Any]:
     if ops.context.size > 1:
         batch = sliced(batch, ops.context)
     batch = own_indices(batch, ops.row_part, ops.expert_part)
+    if name != "experts":
+        batch = with_own_pixels(batch, model.config.vision_config, ops)
     adapter: Any = VLBatchAdapter(model.config.vision_config)
     return adapter.to_device(adapter.prepared(batch))
 

@@ -2,15 +2,16 @@
 
 Guarantees, for training, evaluation and its questions, over tensor-parallel ranks and stages, and
 where an encoder serves several lanes: one rank of each lane decodes its samples, all ranks together
-as many images as one device, and the other ranks map the bytes that the readers wrote; a bad sample
-ends all ranks with its message. (That runs equal one device and resume bit for bit is in
+as many images as one device, and the other ranks map the bytes that the readers wrote; where ranks
+encode different items, each hands those of its own to its device, and later stages none; a bad
+sample ends all ranks with its message. (That runs equal one device and resume bit for bit is in
 `test_training` and `test_colocated`.)
 """
 
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -18,13 +19,16 @@ from paddle_vl.config.load import load_run_config
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.lane_share import LaneShare
 from paddle_vl.families.vlm.inputs import image_processor
+from paddle_vl.families.vlm.objective import VLBatchAdapter
+from paddle_vl.families.vlm.own_pixels import PIXELS
 from paddle_vl.train.build import build_trainer
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.support.launch import launch
-from tests.support.topology_runs import GLOBAL_BATCH, PP, SP, batch_settings
+from tests.support.topology_runs import CP, GLOBAL_BATCH, PP, SP, batch_settings
 
 TOPOLOGIES = {
     "mp2 pp2": ["parallel.mp_degree=2", *PP, *SP],
+    "cp2 mp2": ["parallel.mp_degree=2", *CP, *SP, "data.pad_to_multiple_of=4"],
     "dp2 pp2, an encoder of all ranks": [
         *("parallel.dp_degree=2", *PP, "parallel.schedule=colocated"),
         *("parallel.encoder.mp_degree=4", "model.config.vision_config.num_heads=4"),
@@ -33,10 +37,27 @@ TOPOLOGIES = {
 }
 
 
-def decode(run_file: str, output_dir: str, overrides: list[str]) -> tuple[int, int, Counter]:
-    """Data rank and decoded images of this rank, and its shared bytes as a reader or not."""
+class Counts(NamedTuple):
+    """What a rank of a data lane has done: images decoded, bytes of pixels handed to its device in
+    training, and bytes shared as a reader or not."""
+
+    lane: int
+    images: int
+    pixels: int
+    shared: Counter
+
+
+def decode(run_file: str, output_dir: str, overrides: list[str]) -> Counts:
     counts, bytes_of = Counter(), Counter()
     load_rgb, share_made = image_processor.load_rgb, LaneShare.made
+    adapters: Any = VLBatchAdapter
+    prepare = adapters.prepared
+
+    def prepared(adapter, batch):
+        batch = prepare(adapter, batch)
+        given = [batch[name] for name in (*PIXELS, "own_patches") if name in batch]
+        counts["pixels"] += sum(each.nbytes for each in given)
+        return batch
 
     def counted(source):
         counts["images"] += 1
@@ -50,10 +71,11 @@ def decode(run_file: str, output_dir: str, overrides: list[str]) -> tuple[int, i
             bytes_of[share.reader, share.reads] += share.num_bytes - before
 
     image_processor.load_rgb, LaneShare.made = counted, made
+    adapters.prepared = prepared
     config = load_run_config(run_file, [f"train.output_dir={output_dir}", *overrides])
     trainer = build_trainer(config)
     trainer.run()
-    return trainer.ranks.data_rank, counts["images"], bytes_of
+    return Counts(trainer.ranks.data_rank, counts["images"], counts["pixels"], bytes_of)
 
 
 def settings(run_file: Path, num_lanes: int) -> list[str]:
@@ -78,11 +100,16 @@ def test_one_rank_of_each_lane_decodes_what_one_device_does(name, tmp_path):
     num_lanes = 2 if "dp2" in name else 1
     overrides = [*settings(run_file, num_lanes), *topology]
     ranks = launched(decode, 4, run_file, tmp_path / "out", overrides)
-    by_lane = [[images for lane, images, _ in ranks if lane == each] for each in range(num_lanes)]
+    by_lane = [[each.images for each in ranks if each.lane == lane] for lane in range(num_lanes)]
     assert [sum(images > 0 for images in lane) for lane in by_lane] == [1] * num_lanes
-    ((_, wanted, _),) = launched(decode, 1, run_file, tmp_path / "one", settings(run_file, 1))
-    assert sum(map(max, by_lane)) == wanted >= 2 * 2 * GLOBAL_BATCH
-    total = sum((bytes_of for *_, bytes_of in ranks), Counter())
+    (one,) = launched(decode, 1, run_file, tmp_path / "one", settings(run_file, 1))
+    assert sum(map(max, by_lane)) == one.images >= 2 * 2 * GLOBAL_BATCH
+    pixels = [each.pixels for each in ranks]
+    if "encoder" not in name:
+        encoders = 2 if "pp2" in name else 4
+        # Images are of one size, and as many as divide by the ranks.
+        assert pixels == [one.pixels // encoders] * encoders + [0] * (4 - encoders)
+    total = sum((each.shared for each in ranks), Counter())
     assert sum(reads for _, reads in total) == num_lanes
     takers = 4 // num_lanes if "encoder" not in name else 4
     for (reader, reads), num_bytes in total.items():

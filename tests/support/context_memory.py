@@ -50,7 +50,8 @@ class Job(NamedTuple):
             "state": (2 + 4 + 12) * parameters / sharding,
             # Two layers, and a table with its gradient.
             "unsharded": (2 * 2 * LAYER_PARAMETERS + 4 * TABLE_PARAMETERS) / mp,
-            "pixels": 4 * 4 * visual * PATCH,
+            # Of the items that this rank encodes.
+            "pixels": 4 * 4 * visual / shards * PATCH,
             "tower inputs": 2 * 4 * visual / shards * TOWER_WIDTH * TOWER_LAYERS,
             "visual rows": 2 * rows * (1 + LEVELS) * WIDTH,
             "layer inputs": 2 * tokens / shards * WIDTH * LAYERS,

@@ -129,6 +129,7 @@ class VLForConditionalGeneration(PretrainedVLModel):
         labels: Array | None = None,
         pixel_values: Array | None = None,
         pixel_values_videos: Array | None = None,
+        own_patches: Array | None = None,
         patch_coordinates: Array | None = None,
         patch_tap_rows: Array | None = None,
         patch_tap_weights: Array | None = None,
@@ -156,6 +157,7 @@ class VLForConditionalGeneration(PretrainedVLModel):
             attention_mask: `[B, L]`, 1 at real tokens; with caches `[B, S]` over all keys so far.
             labels: `[B, L]` int64, not shifted, -100 ignored.
             pixel_values: `[P, patch_dim]` patches of all images; `pixel_values_videos` of videos.
+            own_patches: in place of both, see `encode_visual`.
             patch_coordinates, patch_tap_rows, patch_tap_weights: places of all patches, see
                 `paddle_vl.batch.positions.PatchRows`; None to compute them on the host.
             visual_rows_of_ranks: see `encode_visual`.
@@ -207,6 +209,7 @@ class VLForConditionalGeneration(PretrainedVLModel):
             layout.get("image_grid_thw"),
             pixel_values_videos,
             layout.get("video_grid_thw"),
+            own_patches=own_patches,
             patch_coordinates=patch_coordinates,
             patch_tap_rows=patch_tap_rows,
             patch_tap_weights=patch_tap_weights,
@@ -424,6 +427,7 @@ class VLForConditionalGeneration(PretrainedVLModel):
         pixel_values_videos: Array | None = None,
         video_grid_thw: Array | None = None,
         visual_rows_of_ranks: Sequence[np.ndarray] | None = None,
+        own_patches: Array | None = None,
         **places: Array | None,
     ) -> dict[str, Any]:
         """Run the vision tower once over images and videos together.
@@ -433,7 +437,9 @@ class VLForConditionalGeneration(PretrainedVLModel):
             image_grid_thw, video_grid_thw: `[n, 3]` int64.
             visual_rows_of_ranks: the rows that each rank gets, images first, in its order; in
                 place of all rows for all ranks. They are returned as if all were of one kind.
-            places: `PATCH_FIELDS` of the patches of both, images first; None to compute them.
+            own_patches: `[P, patch_dim]` in place of both: of the items that this rank encodes,
+                see `RegionOps.own_items`, images first.
+            places: `PATCH_FIELDS` of the patches given, images first; None to compute them.
 
         Returns:
             `image_embeds` `[M, D]`, `deepstack_image_embeds` (a list of `[M, D]`) and the same for
@@ -448,13 +454,17 @@ class VLForConditionalGeneration(PretrainedVLModel):
             ("image", pixel_values, image_grid_thw),
             ("video", pixel_values_videos, video_grid_thw),
         ):
-            if pixels is not None or grid is not None:
+            if own_patches is not None and grid is not None:
+                grids[kind] = host_array(grid)
+            elif pixels is not None or grid is not None:
                 count = None if pixels is None else pixels.shape[0]
                 grids[kind] = checked_grid(kind, count, host_array(grid))
                 all_pixels.append(device_tensor(pixels))
         if not grids:
             return {}
-        patches = [all_pixels[0] if len(grids) == 1 else paddle.concat(all_pixels)]
+        if own_patches is not None:
+            all_pixels = [device_tensor(own_patches)]
+        patches = [all_pixels[0] if len(all_pixels) == 1 else paddle.concat(all_pixels)]
         if places.get(PATCH_FIELDS[0]) is not None:
             patches += [device_tensor(places[name]) for name in PATCH_FIELDS]
         merged, levels = self.placement.ops.encode_visual(
@@ -466,6 +476,7 @@ class VLForConditionalGeneration(PretrainedVLModel):
             width=vision.out_hidden_size,
             num_levels=len(vision.deepstack_visual_indexes),
             rows_of_ranks=visual_rows_of_ranks,
+            has_own_only=own_patches is not None,
         )
         if visual_rows_of_ranks is not None:
             kind = next(iter(grids))

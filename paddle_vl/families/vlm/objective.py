@@ -13,24 +13,19 @@ import numpy as np
 import paddle
 from paddle import Tensor, concat, nn
 
-from paddle_vl.batch.positions import (
-    PATCH_FIELDS,
-    key_ends,
-    real_lengths,
-    vision_layout,
-)
+from paddle_vl.batch.positions import key_ends, patch_places, real_lengths
 from paddle_vl.batch.row_slices import RowSlice
 from paddle_vl.batch.schema import WHOLE_ROWS, VLBatch
 from paddle_vl.families.vlm.model import VLOutput
+from paddle_vl.families.vlm.own_pixels import GRIDS, PIXELS
 from paddle_vl.nn.objective import IGNORE_INDEX, BatchAdapter, Loss, target_rows
 from paddle_vl.nn.placement import Context
 
-_GRIDS = ("image_grid_thw", "video_grid_thw")
 # Labels, their factors and sources reach the device as `target_rows`, `target_weights` and
 # `target_sources`.
 _HOST_ARRAYS = frozenset(
     {
-        *_GRIDS,
+        *GRIDS,
         "cu_seqlens",
         "labels",
         "loss_weights",
@@ -41,7 +36,7 @@ _HOST_ARRAYS = frozenset(
 )
 
 # Of a slice: what is counted in the whole batch, and what is not in it.
-_COUNTED = ("attention_mask", "cu_seqlens", "target_rows", *_GRIDS)
+_COUNTED = ("attention_mask", "cu_seqlens", "target_rows", *GRIDS)
 _CUT = ("labels", "loss_weights", "label_sources", "cu_seqlens", "visual_source_indices")
 _OF_TARGETS = ("target_weights", "target_sources")
 
@@ -128,11 +123,10 @@ class VLBatchAdapter(BatchAdapter[VLBatch]):
         """With target rows, and what the model would otherwise copy to the device in every step:
         the layout of the patches, and the ends of packed samples."""
         found: Any = dict(batch)
-        grids = [found[name] for name in _GRIDS if name in found]
-        if self.vision is not None and grids:
-            side, merge = self.vision.table_side, self.vision.spatial_merge_size
-            layout = vision_layout(np.concatenate(grids), table_side=side, merge=merge)
-            found |= zip(PATCH_FIELDS, layout, strict=True)
+        grids = [found[name] for name in GRIDS if name in found]
+        # Not where the places of a rank's own patches are there, or it has none.
+        if self.vision is not None and not found.keys().isdisjoint(PIXELS):
+            found |= patch_places(np.concatenate(grids), self.vision)
         if "cu_seqlens" in found:
             ends = key_ends(found["cu_seqlens"], found["input_ids"].shape[1])
             found["packed_key_ends"] = ends
@@ -190,7 +184,7 @@ def with_target_rows(batch: VLBatch) -> VLBatch:
 
 def has_visual(batch: VLBatch) -> bool:
     """Whether the vision tower runs for a batch."""
-    return "pixel_values" in batch or "pixel_values_videos" in batch
+    return "image_grid_thw" in batch or "video_grid_thw" in batch
 
 
 def with_unused_image(batch: VLBatch, vision: Any) -> VLBatch:

@@ -21,10 +21,11 @@ from paddle_vl.families.vlm.layers import decoder_positions
 from paddle_vl.families.vlm.model import VLForConditionalGeneration, VLOutput
 from paddle_vl.families.vlm.moe import LoadBalance
 from paddle_vl.families.vlm.objective import with_target_rows
+from paddle_vl.families.vlm.own_pixels import PIXELS
 
 # Assumed share of visual tokens in the cost of the vision tower.
 VISUAL_SHARE = 0.5
-_PIXELS = ("pixel_values", "pixel_values_videos", "visual_rows_of_ranks", *PATCH_FIELDS)
+_PIXELS = (*PIXELS, "own_patches", "visual_rows_of_ranks", *PATCH_FIELDS)
 _VISUAL_FIELDS = (*_PIXELS, "image_grid_thw", "video_grid_thw")
 _NOT_FOR_DECODER = (
     *_PIXELS,

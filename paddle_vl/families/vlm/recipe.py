@@ -52,6 +52,7 @@ from paddle_vl.families.vlm.inputs.synthetic import write_conversations
 from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer
 from paddle_vl.families.vlm.model import VLForConditionalGeneration
 from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss, sliced
+from paddle_vl.families.vlm.own_pixels import with_own_pixels
 from paddle_vl.families.vlm.pipeline import VLStage, layer_costs
 from paddle_vl.families.vlm.preference.answers import ComparedAnswers
 from paddle_vl.families.vlm.preference.objective import PreferenceAdapter
@@ -134,7 +135,7 @@ class VLRecipe(Family):
             )
         check_processor_fits(self.model_config, self.processor)
         # Set with the model.
-        self._ops = RegionOps()
+        self._ops, self._has_tower = RegionOps(), True
         self._describe()
         if config.compares_answers:
             train_data = cast(ConversationData, self.train_data)
@@ -157,7 +158,7 @@ class VLRecipe(Family):
 
     def build_model(self, placement: Placement) -> BuiltModel:
         """See `Family`; with model.lora the adapters are attached."""
-        self._ops = placement.ops
+        self._ops, self._has_tower = placement.ops, placement.stage_layers.tower
         collator = model_collator(
             self.processor,
             padding_side=self.config.data.padding_side,
@@ -257,16 +258,24 @@ class VLRecipe(Family):
 
     def _own_rows(self) -> Callable[[Any], Any] | None:
         context, part, expert_part = self._ops.context, self._ops.row_part, self._ops.expert_part
-        of_part = partial(own_indices, part=part, expert_part=expert_part)
-        if context.size == 1:
-            return of_part if part.size > 1 else None
+        ops, vision = self._ops if self._has_tower else None, self.model_config.vision_config
+        divides = self._ops.spreads_vision or not self._has_tower
+        if self.config.parallel.schedule == "colocated":
+            # It divides the items of all micro-batches of a step.
+            divides = False
+        if context.size == part.size == 1 and not divides:
+            return None
 
-        def of_slice(batch: Any) -> Any:
+        def of_rank(batch: Any) -> Any:
             # Prompts are answered by every rank of a context-parallel group.
-            batch = batch if "numbers" in batch else sliced(batch, context)
-            return of_part(batch) if part.size > 1 else batch
+            is_prompt = "numbers" in batch
+            if context.size > 1 and not is_prompt:
+                batch = sliced(batch, context)
+            if part.size > 1:
+                batch = own_indices(batch, part, expert_part)
+            return with_own_pixels(batch, vision, ops) if divides and not is_prompt else batch
 
-        return of_slice
+        return of_rank
 
     def eval_loaders(self, collator: Collator, ranks: RankInfo) -> Mapping[str, PrefetchLoader]:
         if self.answers is not None:

@@ -2,13 +2,16 @@
 
 Guarantees: the other rank gets the reader's batches, bad samples skipped alike, without a look at
 the data; arrays lie in shared memory, and what one rank writes the other does not see; values of
-all kinds arrive as they are, and what cannot be shared is named; positions continue alike; an error
+all kinds arrive as they are, a part of an array without the pages of the rest, and what cannot be
+shared is named; positions continue alike; an error
 of the reader ends both, and so does the end of the reader; a rank that waits says for whom and can
 leave the wait.
 """
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +31,17 @@ def arrays(samples: list) -> dict:
         "pixels": np.concatenate([sample["number"] for sample in samples]),
         "empty": np.zeros(0),
     }
+
+
+def resident_bytes(address: int) -> int:
+    """Bytes that this process has looked at, of the mapping with that address."""
+    lines = iter(Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines())
+    for line in lines:
+        begin, _, end = line.split(" ", 1)[0].partition("-")
+        if end and int(begin, 16) <= address < int(end, 16):
+            (rss,) = islice((rest.split()[1] for rest in lines if rest.startswith("Rss:")), 1)
+            return 1024 * int(rss)
+    raise LookupError(hex(address))
 
 
 class UnreadDataset(NumberDataset):
@@ -72,6 +86,16 @@ def test_both_continue_at_a_position():
     for loader in loaders:
         loader.load_state_dict(state, 1)
     assert [next(loader)["pixels"].tolist() for loader in loaders] == again
+
+
+def test_a_rank_reads_the_part_of_an_array_that_it_takes():
+    whole = np.zeros(32 << 20, dtype=np.uint8)
+    found = made_by_both({"pixels": whole})["pixels"]
+    before = resident_bytes(found.ctypes.data)
+    found[8 << 20 : 12 << 20].sum()
+    # The kernel maps some pages around those that are read.
+    assert 4 << 20 <= resident_bytes(found.ctypes.data) - before < 5 << 20
+    assert before < 1 << 20
 
 
 def made_by_both(value: Any) -> Any:

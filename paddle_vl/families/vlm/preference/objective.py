@@ -262,7 +262,7 @@ class PreferenceAdapter(VLBatchAdapter):
     def synchronized(self, batch: Any, needed: Sequence[int], model: nn.Layer) -> Any:
         found: Any = self.inner.synchronized(batch, needed, model)
         if MISMATCHED in batch:
-            names = (*VISUAL_KEYS, OTHER_LANES)
+            names = (*VISUAL_KEYS, "own_patches", OTHER_LANES)
             shared = {name: batch[name] for name in names if name in batch}
             own: Any = self.inner.synchronized(shared | batch[MISMATCHED], needed, model)
             found = {**found, MISMATCHED: own}
