@@ -70,9 +70,6 @@ LAYOUTS = {
         "pp2, encoder mp2": [PP2, encoder_mp(2), "parallel.encoder.offload_rows=true", RECOMPUTE],
         "pp2": [PP2, STATE, RECOMPUTE, *micro_batches(1)],
     },
-    4: {
-        "pp2 dp2": [PP2, DP2],
-    },
 }
 HEAVY = {
     2: {
@@ -81,6 +78,7 @@ HEAVY = {
         "pp2 reserved": [PP2, "parallel.pp_visual_rows=64"],
     },
     4: {
+        "pp2 dp2": [PP2, DP2],
         "pp2 dp2, encoder mp2": [PP2, DP2, encoder_mp(2), STATE],
         "pp2 mp2 with sequence parallelism, encoder mp2": [PP2, *SP, encoder_mp(2), STATE],
         "pp2 sharding2, encoder mp4": [PP2, SHARDING2, encoder_mp(4)],
@@ -169,7 +167,7 @@ class TestLayouts(EqualsOneDevice):
 
     @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.heavy)])
     def test_a_plain_run_continues_colocated(self, run_file, one_device, tmp_path, size):
-        layout = next(iter(LAYOUTS[size].values()))
+        layout = next(iter((HEAVY if size == 4 else LAYOUTS)[size].values()))
         settings = [*common(run_file, 2 if DP2 in layout else 1), COLOCATED, *layout]
         shutil.copytree(one_device / "checkpoint-2", tmp_path / "checkpoint-2")
         launch(train, size, arguments=(run_file, tmp_path, [*settings, RESUME]))
@@ -215,6 +213,7 @@ ELSEWHERE = (
     "few images",
     "frozen decoder",
     "text only",
+    "experts",
 )
 
 

@@ -251,15 +251,18 @@ def of_four() -> list[dict]:
     return launch(worker, 4, arguments=({"mp_degree": 2, "sequence_parallel": True},))
 
 
+RANKS = ["of_two", pytest.param("of_four", marks=pytest.mark.heavy)]
+
+
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("way", ["gather", "ulysses"])
-@pytest.mark.parametrize("ranks", ["of_two", "of_four"])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_loss_and_gradients_are_those_of_one_device(ranks, way, name, request):
     for found in outcome_of(request.getfixturevalue(ranks), f"{way} {name}"):
         assert max(found) <= (TOPOLOGY, ""), max(found)
 
 
-@pytest.mark.parametrize("ranks", ["of_two", "of_four"])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_a_hidden_gather_has_the_same_bits(ranks, request):
     for found in outcome_of(request.getfixturevalue(ranks), "bits"):
         assert not found
