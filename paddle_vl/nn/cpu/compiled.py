@@ -100,6 +100,25 @@ def _num_threads() -> int:
     return _library.omp_get_max_threads()
 
 
+class _NoGraph:
+    """In place of a PyLayer's context where no backward pass follows."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        pass
+
+
+def _has_graph(ctx: Any) -> bool:
+    return not isinstance(ctx, _NoGraph)
+
+
+def _run(function: type[PyLayer], *args: Any, **kwargs: Any) -> Any:
+    """`function.apply`; without its cost, most of an answer's step, where no graph is recorded."""
+    if paddle.is_grad_enabled():
+        return function.apply(*args, **kwargs)
+    context: Any = _NoGraph()
+    return function.forward(context, *args, **kwargs)
+
+
 # Activations
 
 
@@ -126,7 +145,7 @@ def is_tanh_gelu(x: Tensor, approximate: bool = False) -> bool:
 
 def gelu(x: Tensor, approximate: bool = False) -> Tensor:
     """`operations.gelu` in its tanh form."""
-    return _TanhGelu.apply(x)
+    return _run(_TanhGelu, x)
 
 
 class _Gated(PyLayer):
@@ -173,12 +192,12 @@ def fits_gate(gate: Tensor, up: Tensor | None = None) -> bool:
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """`operations.swiglu`."""
-    return _Gated.apply(*([gate] if up is None else [gate, up]), is_gelu=False)
+    return _run(_Gated, *([gate] if up is None else [gate, up]), is_gelu=False)
 
 
 def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """`operations.geglu`."""
-    return _Gated.apply(*([gate] if up is None else [gate, up]), is_gelu=True)
+    return _run(_Gated, *([gate] if up is None else [gate, up]), is_gelu=True)
 
 
 # Dropout
@@ -244,7 +263,7 @@ def fits_rotary(q_TNH: Tensor, k_TKH: Tensor, tables: RotaryTables) -> bool:
 
 def apply_rotary(q_TNH: Tensor, k_TKH: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
     """`attention.apply_rotary`."""
-    return _Rotary.apply(q_TNH, tables), _Rotary.apply(k_TKH, tables)
+    return _run(_Rotary, q_TNH, tables), _run(_Rotary, k_TKH, tables)
 
 
 # Norms
@@ -261,7 +280,8 @@ class _Norm(PyLayer):
     def forward(ctx, x, weight, bias, epsilon, offset, centres):
         channels = x.shape[-1]
         rows = _size(x) // channels
-        y, statistics = paddle.empty_like(x), paddle.empty([rows, 2], "float32")
+        y = paddle.empty_like(x)
+        statistics = paddle.empty([rows, 2], "float32") if _has_graph(ctx) else None
         _library.norm_forward(
             _data(x), _data(weight), _data(bias), _data(y), _data(statistics), _i64(rows),
             _i64(channels), _float(epsilon), _float(offset), _int(centres),
@@ -289,22 +309,22 @@ class _Norm(PyLayer):
 
 def rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
     """`operations.rms_norm`."""
-    return _Norm.apply(x, weight_C, None, epsilon, 0.0, 0)
+    return _run(_Norm, x, weight_C, None, epsilon, 0.0, 0)
 
 
 def gemma_rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
     """`operations.gemma_rms_norm`."""
-    return _Norm.apply(x, weight_C, None, epsilon, 1.0, 0)
+    return _run(_Norm, x, weight_C, None, epsilon, 1.0, 0)
 
 
 def rms_quotient(x: Tensor, epsilon: float) -> Tensor:
     """`operations.rms_quotient`."""
-    return _Norm.apply(x, None, None, epsilon, 0.0, 0)
+    return _run(_Norm, x, None, None, epsilon, 0.0, 0)
 
 
 def layer_norm(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> Tensor:
     """`operations.layer_norm`."""
-    return _Norm.apply(x, weight_C, bias_C, epsilon, 0.0, 1)
+    return _run(_Norm, x, weight_C, bias_C, epsilon, 0.0, 1)
 
 
 # Gated DeltaNet; shapes as in `paddle_vl.nn.delta_rule`
@@ -339,7 +359,7 @@ class _GatedNorm(PyLayer):
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
     """`delta_rule.gated_rms_norm`."""
-    return _GatedNorm.apply(x, gate, weight_C, epsilon)
+    return _run(_GatedNorm, x, gate, weight_C, epsilon)
 
 
 class _Convolution(PyLayer):

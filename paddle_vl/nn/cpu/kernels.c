@@ -198,7 +198,8 @@ void rotate(const float *x, float *y, const float *cos, const float *sin, i64 ro
 /* ---- norms ---- */
 
 /* y = (x - mean) / deviation * (offset + weight) + bias. Without `centres` the mean is 0; without a
- * weight the factor is 1. statistics[N][2]: mean and inverse deviation. */
+ * weight the factor is 1. statistics[N][2]: mean and inverse deviation; may be
+ * NULL. */
 void norm_forward(const float *x, const float *weight, const float *bias, float *y,
                   float *statistics, i64 rows, i64 channels, float epsilon, float offset,
                   int centres) {
@@ -214,8 +215,10 @@ void norm_forward(const float *x, const float *weight, const float *bias, float 
 #pragma omp simd reduction(+ : square)
     for (i64 j = 0; j < channels; j++) square += (a[j] - mean) * (a[j] - mean);
     float inverse = 1.0f / sqrtf(square / channels + epsilon);
-    statistics[2 * i] = mean;
-    statistics[2 * i + 1] = inverse;
+    if (statistics) {
+      statistics[2 * i] = mean;
+      statistics[2 * i + 1] = inverse;
+    }
     if (bias) {
 #pragma omp simd
       for (i64 j = 0; j < channels; j++)

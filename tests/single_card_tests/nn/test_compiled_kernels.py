@@ -21,7 +21,8 @@ from paddle_vl.cli.main import main
 from paddle_vl.nn.attention import causal_attention
 from paddle_vl.nn.cpu import compiled, compiler, kernel_check
 from paddle_vl.nn.cpu import kernels as cpu
-from paddle_vl.nn.examples import examples_of, name_of
+from paddle_vl.nn.delta_rule import gated_delta_rule
+from paddle_vl.nn.examples import OUTPUT, examples_of, name_of, values_and_gradients
 from paddle_vl.nn.operations import has_compiled, rms_norm, use_kernels
 from paddle_vl.train.step import ModelRunner
 from tests.single_card_tests.train.tiny_run import write_tiny_run
@@ -55,6 +56,23 @@ def test_a_kernel_equals_the_plain_operation(operation):
     for name, make in examples.items():
         inputs = kernel_check.inputs_of(operation, make)
         assert kernel_check.largest_error(operation, inputs) < 3e-6, name
+
+
+@pytest.mark.usefixtures("_enabled")
+@pytest.mark.parametrize(
+    # The delta rule has a kernel of its own without gradients.
+    "operation",
+    [one for one in kernel_check.compiled_operations() if one is not gated_delta_rule],
+    ids=name_of,
+)
+def test_values_without_a_graph_have_the_same_bits(operation):
+    for name, make in examples_of(operation).items():
+        inputs, found = kernel_check.inputs_of(operation, make), []
+        for is_recording in (True, False):
+            paddle.seed(3)
+            with paddle.set_grad_enabled(is_recording):
+                found.append(values_and_gradients(operation, inputs)[OUTPUT])
+        np.testing.assert_array_equal(found[1], found[0], err_msg=name)
 
 
 def test_a_kernel_that_gives_nan_is_named(monkeypatch):
