@@ -52,6 +52,9 @@ class PrefetchingLoader(ABC):
         what: the data is made of, for messages.
         share: with the other ranks of the data lane on this machine; None to read alone.
         own_rows: makes of the lane's batch this rank's, where they differ; None where they do not.
+        lighter: makes of it what ranks without `needs_all` need.
+        needs_all: whether this rank needs the whole batch; a machine without such a rank of the
+            lane does not read.
         target_sources: names of the sources whose target tokens its batches count.
     """
 
@@ -59,6 +62,8 @@ class PrefetchingLoader(ABC):
     what = "samples"
     share: LaneShare | None = None
     own_rows: Callable[[Any], Any] | None = None
+    lighter: Callable[[Any], Any] | None = None
+    needs_all = True
     epoch: Any
     batches_consumed: Any
 
@@ -219,12 +224,22 @@ class PrefetchingLoader(ABC):
             batch, _ = self._job(0)
             self._awaited = batch, None, 0
             values = self.share.made(
-                batch.name, lambda: self._values(make()), self.while_waiting, _ERRORS
+                batch.name,
+                lambda: self._values(make()),
+                self.while_waiting,
+                _ERRORS,
+                self._lighter_values,
             )
             loaded = self._of_values(values)
         if self.own_rows is None or loaded.batch is None:
             return loaded
         return loaded._replace(batch=self.own_rows(loaded.batch))
+
+    def _lighter_values(self, values: Any) -> Any:
+        loaded = self._of_values(values)
+        if self.lighter is None or loaded.batch is None:
+            return values
+        return self._values(loaded._replace(batch=self.lighter(loaded.batch)))
 
     def _load_here(self) -> Any:
         batch, arguments = self._job(0)

@@ -1,23 +1,29 @@
 """Loaders of a rank's data lane, and of other lanes that its encoder lane serves (fan-out).
 
 The order of samples is a function of the seed and the lane. On each machine one rank reads for all
-that take batches of the same lane (`paddle_vl.data.lane_share`). A rank that encodes images of
-other data lanes too takes their batches beside its own.
+that take batches of the same lane, unless none of them needs its images: then it gets batches
+without them from a reader on another machine (`paddle_vl.data.lane_share`). A rank that encodes
+images of other data lanes too takes their batches beside its own.
 """
 
 import itertools
+import secrets
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 from paddle_vl.batch.schema import OTHER_LANES, Batch
 from paddle_vl.data.lane_share import LaneShare, local_socket, machine
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.base import RankInfo
 from paddle_vl.parallel.ranks import SingleRank
+from paddle_vl.parallel.store.rendezvous import meet, timeout_s
 from paddle_vl.parallel.topology import Topology
+
+_LANE_DIGITS = 8
 
 
 def lane_loaders(
@@ -27,7 +33,7 @@ def lane_loaders(
     idle: Callable[[], Batch] | None = None,
 ) -> dict[str, Any]:
     """The loaders of this rank's data lane, or of all lanes that its encoder lane serves, by name;
-    each lane is read once per machine. Called by all ranks.
+    each lane is read at most once per machine. Called by all ranks.
 
     Args:
         make: the loaders of one data lane. May be collective.
@@ -43,7 +49,8 @@ def lane_loaders(
         member = copy(ranks)
         member.data_rank = lane
         by_lane[lane] = dict(make(member))
-    for lane, share in _lane_shares(ranks, lanes).items():
+    needs_all = all(each.needs_all for of_lane in by_lane.values() for each in of_lane.values())
+    for lane, share in _lane_shares(ranks, lanes, needs_all).items():
         for loader in by_lane[lane].values():
             loader.share = share
     own = by_lane.pop(ranks.data_rank)
@@ -55,38 +62,79 @@ def lane_loaders(
     }
 
 
-def _lane_shares(ranks: SingleRank, lanes: Sequence[int]) -> dict[int, LaneShare]:
-    """This rank's part in the reading of the lanes that several ranks of its machine take. Called
-    by all ranks."""
-    seats = ranks.gathered([machine(), ranks.data_rank, list(lanes)])
-    shares, takers = {}, {}
-    for lane in lanes:
-        here = [
-            i for i, (where, _, taken) in enumerate(seats) if where == machine() and lane in taken
-        ]
-        # The first is the reader: a rank of the lane itself, so that ranks share the reading.
-        here.sort(key=lambda rank, lane=lane: seats[rank][1] != lane)
-        if len(here) > 1:
-            takers[lane] = here
+class _Takers(NamedTuple):
+    """Ranks that take a lane, by machine; the first of a machine serves the others.
+
+    Attributes:
+        reader: reads for the machines without a rank that needs whole batches.
+        fed: these machines.
+    """
+
+    of_machine: dict[str, list[int]]
+    reader: int
+    fed: list[str]
+
+    @classmethod
+    def of(cls, seats: Sequence[Sequence[Any]], lane: int) -> "_Takers":
+        of_machine: dict[str, list[int]] = {}
+        for rank, (where, _, taken, _) in enumerate(seats):
+            if lane in taken:
+                of_machine.setdefault(where, []).append(rank)
+        for ranks in of_machine.values():
+            # A rank of the lane itself is first, so that ranks share the reading.
+            ranks.sort(key=lambda rank: seats[rank][1] != lane)
+        reading = {
+            where: ranks
+            for where, ranks in of_machine.items()
+            if any(seats[rank][3] for rank in ranks)
+        } or of_machine
+        reader = next(iter(reading.values()))[0]
+        return cls(of_machine, reader, [where for where in of_machine if where not in reading])
+
+
+def _lane_shares(ranks: SingleRank, lanes: Sequence[int], needs_all: bool) -> dict[int, LaneShare]:
+    """This rank's part in the reading of the lanes that several ranks take. Called by all ranks."""
+    here, shares = machine(), {}
+    seats = ranks.gathered([here, ranks.data_rank, list(lanes), needs_all])
+    takers = {lane: _Takers.of(seats, lane) for lane in lanes}
     with TemporaryDirectory(prefix="paddle-vl-") as folder, ExitStack() as stack:
-        listeners = {
-            lane: stack.enter_context(local_socket())
-            for lane, here in takers.items()
-            if here[0] == ranks.rank
-        }
-        for lane, listener in listeners.items():
-            listener.bind(f"{folder}/{lane}")
-            listener.listen(len(takers[lane]))
-        folders = ranks.gathered(folder)
-        for lane, (reader, *_) in takers.items():
-            if reader != ranks.rank:
-                to_reader = local_socket()
-                to_reader.connect(f"{folders[reader]}/{lane}")
-                shares[lane] = LaneShare(reader, [to_reader], reads=False)
+        listeners: dict[int, socket.socket] = {}
+        for lane, (of_machine, _, _) in takers.items():
+            first, *others = of_machine[here]
+            if first == ranks.rank and others:
+                listeners[lane] = stack.enter_context(local_socket())
+                listeners[lane].bind(f"{folder}/{lane}")
+                listeners[lane].listen(len(others))
+        fed = sum(len(each.fed) for each in takers.values() if each.reader == ranks.rank)
+        address, secret = None, secrets.token_hex()
+        if fed:
+            feeding = stack.enter_context(socket.create_server((meet().own, 0), backlog=fed))
+            address = list(feeding.getsockname())
+        places = ranks.gathered([folder, address, secret])
+        for lane, (of_machine, reader, without) in takers.items():
+            first, *others = of_machine[here]
+            if first != ranks.rank:
+                to_first = local_socket()
+                to_first.connect(f"{places[first][0]}/{lane}")
+                shares[lane] = LaneShare(first, [to_first], reads=False)
+            elif here in without:
+                _, at, asked = places[reader]
+                source = socket.create_connection(tuple(at), timeout_s())
+                source.sendall(f"{asked}{lane:0{_LANE_DIGITS}}".encode())
+                source.settimeout(None)
+                shares[lane] = LaneShare(reader, [], reads=False, source=source)
+            elif others or (reader == ranks.rank and without):
+                shares[lane] = LaneShare(ranks.rank, [], reads=True)
         ranks.wait()
         for lane, listener in listeners.items():
-            to_others = [listener.accept()[0] for _ in takers[lane][1:]]
-            shares[lane] = LaneShare(ranks.rank, to_others, reads=True)
+            others = takers[lane].of_machine[here][1:]
+            shares[lane].connections = [listener.accept()[0] for _ in others]
+        while fed:
+            connection = feeding.accept()[0]
+            said = connection.recv(len(secret) + _LANE_DIGITS, socket.MSG_WAITALL).decode("latin1")
+            if said.startswith(secret):
+                shares[int(said.removeprefix(secret))].machines.append(connection)
+                fed -= 1
     return shares
 
 

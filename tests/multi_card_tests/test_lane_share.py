@@ -3,11 +3,13 @@
 Guarantees, for training, evaluation and its questions, over tensor-parallel ranks and stages, and
 where an encoder serves several lanes: one rank of each lane decodes its samples, all ranks together
 as many images as one device, and the other ranks map the bytes that the readers wrote; where ranks
-encode different items, each hands those of its own to its device, and later stages none; a bad
-sample ends all ranks with its message. (That runs equal one device and resume bit for bit is in
-`test_training` and `test_colocated`.)
+encode different items, each hands those of its own to its device, and later stages none; a
+machine that has later stages alone decodes nothing, with the same results; a bad sample ends all
+ranks with its message. (That runs equal one device and resume bit for bit is in `test_training` and
+`test_colocated`.)
 """
 
+import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -21,10 +23,12 @@ from paddle_vl.data.lane_share import LaneShare
 from paddle_vl.families.vlm.inputs import image_processor
 from paddle_vl.families.vlm.objective import VLBatchAdapter
 from paddle_vl.families.vlm.own_pixels import PIXELS
+from paddle_vl.train import lanes
 from paddle_vl.train.build import build_trainer
 from tests.single_card_tests.train.tiny_run import write_tiny_run
+from tests.support.finished_runs import assert_equal_runs
 from tests.support.launch import launch
-from tests.support.topology_runs import CP, GLOBAL_BATCH, PP, SP, batch_settings
+from tests.support.topology_runs import CP, DAMPED, GLOBAL_BATCH, PP, SP, batch_settings
 
 TOPOLOGIES = {
     "mp2 pp2": ["parallel.mp_degree=2", *PP, *SP],
@@ -47,7 +51,12 @@ class Counts(NamedTuple):
     shared: Counter
 
 
-def decode(run_file: str, output_dir: str, overrides: list[str]) -> Counts:
+def decode(
+    run_file: str, output_dir: str, overrides: list[str], ranks_per_machine: int = 4
+) -> Counts:
+    """A training; ranks of different machines share no memory."""
+    number = int(os.environ.get("PADDLE_TRAINER_ID", 0)) // ranks_per_machine
+    lanes.machine = lambda: f"machine {number}"
     counts, bytes_of = Counter(), Counter()
     load_rgb, share_made = image_processor.load_rgb, LaneShare.made
     adapters: Any = VLBatchAdapter
@@ -116,17 +125,34 @@ def test_one_rank_of_each_lane_decodes_what_one_device_does(name, tmp_path):
         assert not reads or total[reader, False] == (takers - 1) * num_bytes > 0
 
 
-def fails(run_file: str, output_dir: str, overrides: list[str]) -> str:
+@pytest.mark.parametrize("ranks_per_machine", [1, 2])
+def test_a_machine_of_later_stages_decodes_nothing(tmp_path, ranks_per_machine):
+    """It gets batches without pixels from the first stage's, and the run is the same."""
+    run_file = write_tiny_run(tmp_path / "run", 24)
+    alone = [*settings(run_file, 1), *DAMPED, "train.save_steps=2"]
+    overrides = [*alone, "parallel.mp_degree=2", *PP, *SP]
+    arguments = (str(run_file), str(tmp_path / "out"), overrides, ranks_per_machine)
+    ranks = launch(decode, 4, arguments=arguments, timeout=300)
+    (one,) = launched(decode, 1, run_file, tmp_path / "one", alone)
+    readers = 2 // ranks_per_machine
+    assert [each.images for each in ranks if each.images] == [one.images] * readers
+    assert not any(each.images or each.pixels for each in ranks[2:])
+    assert_equal_runs(tmp_path / "out", tmp_path / "one", "checkpoint-2")
+
+
+def fails(run_file: str, output_dir: str, overrides: list[str], ranks_per_machine: int) -> str:
     with pytest.raises(BadSampleError) as caught:
-        decode(run_file, output_dir, overrides)
+        decode(run_file, output_dir, overrides, ranks_per_machine)
     return str(caught.value)
 
 
-def test_a_bad_sample_ends_all_ranks_with_its_message(tmp_path):
+@pytest.mark.parametrize("ranks_per_machine", [4, 2])
+def test_a_bad_sample_ends_all_ranks_with_its_message(tmp_path, ranks_per_machine):
     run_file = write_tiny_run(tmp_path / "run", 24)
     for image in run_file.parent.glob("**/*.png"):
         image.write_bytes(image.read_bytes()[:60])
     overrides = [*batch_settings(1), *TOPOLOGIES["mp2 pp2"]]
-    messages = launched(fails, 4, run_file, tmp_path / "out", overrides)
+    arguments = (str(run_file), str(tmp_path / "out"), overrides, ranks_per_machine)
+    messages = launch(fails, 4, arguments=arguments, timeout=300)
     assert len(set(messages)) == 1
     assert "train.jsonl:" in messages[0]

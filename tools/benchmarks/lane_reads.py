@@ -5,9 +5,9 @@
 Trains a small Qwen3-VL on four ranks, on photographs of 1280 x 960. Ranks of this machine stand for
 those of one or two machines: ranks of different ones share no memory.
 
-Rows: topology, machines x ranks of each. Columns: samples of the steps; images that a machine
-decodes, and CPU seconds to decode, resize and cut them into patches, both of the machine with most;
-MB of pixels handed to a device, of the rank with fewest and of the one with most.
+Rows: topology, machines x ranks of each. Columns: samples of the steps; images that each machine
+decodes, and CPU seconds to decode, resize and cut them into patches; MB of pixels handed to a
+device, of the rank with fewest and of the one with most.
 """
 
 import argparse
@@ -105,16 +105,17 @@ def rows(options: argparse.Namespace, folder: Path) -> Iterator[list[str]]:
                 measure, folder / "work", RANKS, settings=given, ranks_per_machine=size
             )
             images, seconds = (
-                max(
+                [
                     sum(each[key] for each in found if each["machine"] == number)
                     for number in range(RANKS // size)
-                )
+                ]
                 for key in ("images", "seconds")
             )
             pixels = [each["bytes"] / 1e6 for each in found]
             few, most = f"{min(pixels):.2f}", f"{max(pixels):.2f}"
-            shown = [str(STEPS * SAMPLES), str(images), f"{seconds:.2f}", few, most]
-            yield [f"{name}, {RANKS // size} x {size}", *shown]
+            decoded = " + ".join(map(str, images))
+            shown = [str(STEPS * SAMPLES), decoded, " + ".join(map("{:.2f}".format, seconds))]
+            yield [f"{name}, {RANKS // size} x {size}", *shown, few, most]
 
 
 def count(options: argparse.Namespace, folder: Path) -> Result:

@@ -52,7 +52,7 @@ from paddle_vl.families.vlm.inputs.synthetic import write_conversations
 from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer
 from paddle_vl.families.vlm.model import VLForConditionalGeneration
 from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss, sliced
-from paddle_vl.families.vlm.own_pixels import with_own_pixels
+from paddle_vl.families.vlm.own_pixels import with_own_pixels, without_pixels
 from paddle_vl.families.vlm.pipeline import VLStage, layer_costs
 from paddle_vl.families.vlm.preference.answers import ComparedAnswers
 from paddle_vl.families.vlm.preference.objective import PreferenceAdapter
@@ -218,7 +218,7 @@ class VLRecipe(Family):
             size = train.per_device_train_batch_size
             rows = cast(VLCollator, collator)
             loader = self.train_data.train_loader(rows, size, ranks.data_rank, ranks.data_size)
-            loader.own_rows = self._own_rows()
+            self._divide(loader)
             return loader
         samples: Any = self.train_data
         packing, data = None, self.config.data
@@ -253,8 +253,15 @@ class VLRecipe(Family):
 
     def loader(self, *data: Any, **settings: Any) -> PrefetchLoader:
         loader = super().loader(*data, **settings)
-        loader.own_rows = self._own_rows()
+        self._divide(loader)
         return loader
+
+    def _divide(self, loader: PrefetchLoader | CorpusLoader) -> None:
+        """What of its lane's batches this rank takes."""
+        loader.own_rows = self._own_rows()
+        loader.lighter = without_pixels
+        is_plain = self.config.parallel.schedule == "plain"
+        loader.needs_all = self._has_tower or not is_plain
 
     def _own_rows(self) -> Callable[[Any], Any] | None:
         context, part, expert_part = self._ops.context, self._ops.row_part, self._ops.expert_part
