@@ -8,6 +8,8 @@ import subprocess
 from argparse import Namespace
 from pathlib import Path
 
+import pytest
+
 import topologies
 from tests.support import forked
 
@@ -18,6 +20,7 @@ def bench(*options: str) -> subprocess.CompletedProcess:
     return forked.run([str(ROOT / "tools" / "benchmarks" / "topologies.py"), *options])
 
 
+@pytest.mark.heavy
 def test_a_topology_is_measured():
     few = ("--families", "pi07", "--topologies", "dp2", "--steps", "1", "--rounds", "1")
     done = bench(*few)

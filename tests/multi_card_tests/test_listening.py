@@ -116,6 +116,7 @@ def test_groups_listen_on_loopback_alone(processes, degrees, host, tmp_path):
     assert_loopback_alone(found)
 
 
+@pytest.mark.heavy
 def test_a_training_through_the_launcher_listens_on_loopback_alone(tmp_path):
     run_file = write_tiny_run(tmp_path / "run")
     command = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", "2"]

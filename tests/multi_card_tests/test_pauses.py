@@ -61,6 +61,7 @@ def test_a_paused_rank_changes_nothing(run_file, tmp_path, start, overrides, sec
     assert differences_of_runs(tmp_path / "out", tmp_path / "whole") == []
 
 
+@pytest.mark.heavy
 def test_a_rank_that_is_later_than_the_limit_is_named(run_file, tmp_path):
     overrides = ("parallel.timeout_s=8", "train.max_steps=100000")
     with SignalledRun("nproc", run_file, tmp_path / "out", overrides) as run:

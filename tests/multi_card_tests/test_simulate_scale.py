@@ -225,6 +225,7 @@ def longest_path(of_ranks: Sequence[Sequence[Collective]]) -> int:
     return max(depth(rank, len(calls) - 1) for rank, calls in enumerate(of_ranks))
 
 
+@pytest.mark.heavy
 def test_stages_idle_while_a_pipeline_fills_and_drains(outcomes):
     """With p even stages and m micro-batches p - 1 of m + p - 1 passes; collectives take none."""
     for ranks, name, idle in ((2, "pp", 1 / 3), (4, "pp of 4", 3 / 7), (2, "dp", None)):

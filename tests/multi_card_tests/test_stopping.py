@@ -46,7 +46,8 @@ def test_a_request_to_stop_saves_the_step_in_progress(run_file, tmp_path, case):
     assert ended.checkpoints == [f"checkpoint-{ended.last_step}"], ended.output
 
 
-@pytest.mark.parametrize("start", ["nproc", pytest.param("fleetrun", marks=pytest.mark.heavy)])
+@pytest.mark.heavy
+@pytest.mark.parametrize("start", ["nproc", "fleetrun"])
 def test_ranks_whose_launcher_is_killed_save_and_end(run_file, tmp_path, start):
     with SignalledRun(start, run_file, tmp_path / "out", [*ENDLESS, *WORKERS]) as run:
         run.wait_for_steps()
