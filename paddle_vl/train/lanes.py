@@ -10,7 +10,7 @@ import itertools
 import secrets
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from copy import copy
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from paddle_vl.parallel.store.rendezvous import meet, timeout_s
 from paddle_vl.parallel.topology import Topology
 
 _LANE_DIGITS = 8
+_STRANGER_S = 5.0
 
 
 def lane_loaders(
@@ -118,9 +119,9 @@ def _lane_shares(ranks: SingleRank, lanes: Sequence[int], needs_all: bool) -> di
                 to_first.connect(f"{places[first][0]}/{lane}")
                 shares[lane] = LaneShare(first, [to_first], reads=False)
             elif here in without:
-                _, at, asked = places[reader]
-                source = socket.create_connection(tuple(at), timeout_s())
-                source.sendall(f"{asked}{lane:0{_LANE_DIGITS}}".encode())
+                _, its_address, its_secret = places[reader]
+                source = socket.create_connection(tuple(its_address), timeout_s())
+                source.sendall(f"{its_secret}{lane:0{_LANE_DIGITS}}".encode())
                 source.settimeout(None)
                 shares[lane] = LaneShare(reader, [], reads=False, source=source)
             elif others or (reader == ranks.rank and without):
@@ -130,11 +131,17 @@ def _lane_shares(ranks: SingleRank, lanes: Sequence[int], needs_all: bool) -> di
             others = takers[lane].of_machine[here][1:]
             shares[lane].connections = [listener.accept()[0] for _ in others]
         while fed:
-            connection = feeding.accept()[0]
-            said = connection.recv(len(secret) + _LANE_DIGITS, socket.MSG_WAITALL).decode("latin1")
-            if said.startswith(secret):
-                shares[int(said.removeprefix(secret))].machines.append(connection)
-                fed -= 1
+            # Ranks have connected and said who they are; whoever else comes is not waited for.
+            connection, said = feeding.accept()[0], b""
+            connection.settimeout(_STRANGER_S)
+            with suppress(OSError):
+                said = connection.recv(len(secret) + _LANE_DIGITS, socket.MSG_WAITALL)
+            if not said.startswith(secret.encode()):
+                connection.close()
+                continue
+            connection.settimeout(None)
+            shares[int(said.removeprefix(secret.encode()))].machines.append(connection)
+            fed -= 1
     return shares
 
 

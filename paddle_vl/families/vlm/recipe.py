@@ -258,18 +258,16 @@ class VLRecipe(Family):
 
     def _divide(self, loader: PrefetchLoader | CorpusLoader) -> None:
         """What of its lane's batches this rank takes."""
-        loader.own_rows = self._own_rows()
-        loader.lighter = without_pixels
+        # The colocated schedule divides the items of all micro-batches of a step.
         is_plain = self.config.parallel.schedule == "plain"
+        loader.own_rows = self._own_rows(is_plain)
+        loader.lighter = without_pixels
         loader.needs_all = self._has_tower or not is_plain
 
-    def _own_rows(self) -> Callable[[Any], Any] | None:
+    def _own_rows(self, is_plain: bool) -> Callable[[Any], Any] | None:
         context, part, expert_part = self._ops.context, self._ops.row_part, self._ops.expert_part
         ops, vision = self._ops if self._has_tower else None, self.model_config.vision_config
-        divides = self._ops.spreads_vision or not self._has_tower
-        if self.config.parallel.schedule == "colocated":
-            # It divides the items of all micro-batches of a step.
-            divides = False
+        divides = is_plain and (self._ops.spreads_vision or not self._has_tower)
         if context.size == part.size == 1 and not divides:
             return None
 

@@ -198,8 +198,7 @@ void rotate(const float *x, float *y, const float *cos, const float *sin, i64 ro
 /* ---- norms ---- */
 
 /* y = (x - mean) / deviation * (offset + weight) + bias. Without `centres` the mean is 0; without a
- * weight the factor is 1. statistics[N][2]: mean and inverse deviation; may be
- * NULL. */
+ * weight the factor is 1. statistics[N][2]: mean and inverse deviation, or NULL. */
 void norm_forward(const float *x, const float *weight, const float *bias, float *y,
                   float *statistics, i64 rows, i64 channels, float epsilon, float offset,
                   int centres) {
