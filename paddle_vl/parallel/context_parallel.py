@@ -142,8 +142,8 @@ class _Graph:
     go out by its two ends."""
 
     def __init__(self):
-        self._grads: list[Tensor | None] = []
-        self._end: Tensor | None = None
+        self._grads: list[Any] = []
+        self._end: Any = None
 
     def input(self, x: Tensor, needs_gradient: bool) -> Tensor:
         """`x` as an input of the graph."""

@@ -7,8 +7,7 @@ and experts with their balance, in the checked mode of the visual indices, from 
 rank's own items and (experts) from all; each item is encoded once; a layer sends the bytes of the
 formula and keeps those of the slice and the keys of all. With a hidden gather the bits are the
 same, and attention runs between the start and the end of half of its collectives. All with the
-kernels that a command takes; packed rows, and rows and heads as long as those of the quickstart,
-also with those that it takes without a compiler, and with the plain operations.
+kernels of a command, also at the quickstart's head width; and some with the others.
 """
 
 import gc
@@ -270,10 +269,9 @@ def worker(degrees: dict[str, Any]) -> dict:
 
 def chosen(kernels: Kernels, check: Callable[[], Any]) -> Any:
     choose_kernels(kernels)
-    try:
-        return check()
-    finally:
-        choose_kernels("fused")
+    found = check()
+    choose_kernels("fused")
+    return found
 
 
 @pytest.fixture(scope="module")
