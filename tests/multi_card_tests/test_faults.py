@@ -11,6 +11,7 @@ Guarantees:
   log the reason, even from a blocking wait.
 """
 
+import logging
 import os
 import re
 import subprocess
@@ -147,14 +148,14 @@ def test_a_failed_rank_is_one_line_with_its_error_and_its_log(
 ):
     (tmp_path / "main.py").write_text(FAILS_FIRST)
     monkeypatch.setattr(launcher, "_MAIN", tmp_path / "main.py")
+    monkeypatch.setattr(logging.getLogger(), "handlers", [caplog.handler])
     for name, value in {"FAILING": failing, "ERROR": error, "PYTHONPATH": ROOT}.items():
         monkeypatch.setenv(name, str(value))
     assert launcher.launch([], 2, tmp_path / "log") == (3 if error == "exit" else 1)
     log = tmp_path / "log" / f"workerlog.{failing}"
-    assert [record.getMessage() for record in caplog.records] == [
-        f"rank {failing} {said}; its log is {log}"
-    ]
-    # What rank 0 has written to the terminal.
+    line = f"rank {failing} {said}; its log is {log}"
+    assert [record.getMessage() for record in caplog.records] == [line]
+    # Rank 0 has written nothing to the terminal.
     assert capfd.readouterr() == ("", "")
     if error == OF_PADDLE:
         assert "Traceback (most recent call last)" in log.read_text()
