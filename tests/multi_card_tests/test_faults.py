@@ -104,8 +104,11 @@ from paddle_vl.cli import main
 
 def failing(arguments):
     if os.environ["PADDLE_TRAINER_ID"] != os.environ["FAILING"]:
-        time.sleep(0.5)
+        while not os.path.exists(os.environ["FAILS"]):
+            time.sleep(0.05)
+        time.sleep(1)
         raise ValueError("another rank has ended")
+    open(os.environ["FAILS"], "w").close()
     if os.environ["ERROR"] == "of users":
         with open("no-such-file"):
             pass
@@ -149,7 +152,8 @@ def test_a_failed_rank_is_one_line_with_its_error_and_its_log(
     (tmp_path / "main.py").write_text(FAILS_FIRST)
     monkeypatch.setattr(launcher, "_MAIN", tmp_path / "main.py")
     monkeypatch.setattr(logging.getLogger(), "handlers", [caplog.handler])
-    for name, value in {"FAILING": failing, "ERROR": error, "PYTHONPATH": ROOT}.items():
+    variables = {"FAILING": failing, "FAILS": tmp_path / "fails", "ERROR": error}
+    for name, value in {**variables, "PYTHONPATH": ROOT}.items():
         monkeypatch.setenv(name, str(value))
     assert launcher.launch([], 2, tmp_path / "log") == (3 if error == "exit" else 1)
     log = tmp_path / "log" / f"workerlog.{failing}"

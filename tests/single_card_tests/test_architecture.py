@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from paddle_vl.nn.operations import set_compiled
 from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
 from tests.support import forked
 from tests.support.implementations import require_compiled
@@ -26,6 +27,8 @@ def test_a_batch_passes_few_files(family, most, kernels, tmp_path):
 
     if kernels == "compiled":
         require_compiled()
+    else:
+        set_compiled(False)
     is_policy = family == "pi07"
     run = write_tiny_policy_run(tmp_path) if is_policy else None
     passed = passed_files(run, "camera" if is_policy else TEXT)
