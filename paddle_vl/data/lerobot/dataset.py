@@ -228,9 +228,11 @@ class LeRobotDataset:
         # Timestamps follow the declared rate where only that is wrong, or the true one.
         rates = {self.metadata.fps, self.fps}
         far = np.min([np.abs(steps - 1 / rate) for rate in rates], axis=0)
-        # Both stamps of a step are rounded to float32, after 1,024 s to 0.12 ms.
-        rounding = np.spacing(np.abs(stamps[1:]).astype(np.float32)).astype(np.float64)
-        if len(wrong := np.flatnonzero(~(far <= self.tolerance_s + rounding))):
+        allowed: Any = self.tolerance_s
+        if np.array_equal(single := stamps.astype(np.float32), stamps):
+            # Both stamps of a step are rounded, after 1,024 s to 0.12 ms.
+            allowed = allowed + np.minimum(np.spacing(np.abs(single[1:])), 0.5 / max(rates))
+        if len(wrong := np.flatnonzero(~(far <= allowed))):
             named = " or ".join(f"{rate:g}" for rate in sorted(rates))
             raise BadSampleError(
                 "frame_time",

@@ -67,7 +67,7 @@ class SeekableVideo:
 
     def _frame(self, time: float, tolerance_s: float) -> Any:
         last = None if self._last is None else self._time(self._last)
-        rounding = float(np.spacing(np.float32(time))) / 2
+        rounding = min(float(np.spacing(np.float32(time))), self._period) / 2
         same = min(tolerance_s, _SAME_S) + rounding
         if last is None or not last - same <= time <= last + _NEAR_FRAMES * self._period:
             self._seek(time, same)

@@ -106,9 +106,11 @@ def test_the_rounding_of_float32_is_no_contradiction(tmp_path):
     root = write_lerobot(tmp_path / "a", (100,), fps=30, timestamps=stamps)
     assert LeRobotDataset(root).window(50, {"index": [0.0]})["index"] == 50
     stamps[50] += 4e-4
-    root = write_lerobot(tmp_path / "b", (100,), fps=30, timestamps=stamps)
-    with pytest.raises(BadSampleError, match="frame 50 of episode 0"):
-        LeRobotDataset(root)[0]
+    # Of stamps since 1970 float32 keeps minutes.
+    for wrong, frame in ((stamps, 50), (np.float32(stamps + 1.7e9), 1)):
+        root = write_lerobot(tmp_path / f"b{frame}", (100,), fps=30, timestamps=wrong)
+        with pytest.raises(BadSampleError, match=f"frame {frame} of episode 0"):
+            LeRobotDataset(root)[0]
     times = np.float32([0, 10_000.1, 10_000.2, 10_000.3])
     file = write_levels(tmp_path / "a.mp4", range(0, 160, 40), 10, times=times.tolist())
     assert abs(float(times[1]) - 10_000.1) > 3e-4
