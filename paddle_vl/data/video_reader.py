@@ -76,7 +76,7 @@ class FrameFiles:
     """A video that is given by the images of its frames, which are sampled already.
 
     Attributes:
-        files: paths or bytes of images.
+        files: paths or bytes of images, or PIL images or arrays.
         fps: frames per second at which they were sampled; None for those of the processor.
     """
 

@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.data.video_reader import VideoFrames
+from paddle_vl.data.video_reader import FrameFiles, VideoFrames
 from paddle_vl.families.vlm.inputs.conversation import parse_record
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
@@ -288,6 +288,8 @@ def test_a_list_of_pictures_is_a_video(tmp_path):
     for batch in batches[1:]:
         for key, value in batches[0].items():
             np.testing.assert_array_equal(batch[key], value)
+    own = PROCESSOR([user("<video>?")], videos=[FrameFiles((WIDE, WIDE), fps=1)])
+    assert "<0.5 seconds>" in PROCESSOR.decode(own["input_ids"][0])
 
 
 def test_files_of_the_checkpoint_are_carried_along(tmp_path):
