@@ -135,7 +135,8 @@ class Prompts:
         opened = [self._opened(message, work) for message in canonical.messages]
         conversation = Conversation.of(opened, canonical.tools, canonical.chat_template_kwargs)
         outline = self.processor.media(conversation, with_pixels=False)
-        num_visual = sum(len(seconds) * each for seconds, each in outline.video_prompts)
+        videos = outline.video_prompts
+        num_visual = sum(len(each.timestamps) * each.tokens_per_patch for each in videos)
         self.check_length(num_visual + sum(outline.num_image_tokens))
         return self.processor.encode_prompts([conversation])
 

@@ -66,7 +66,7 @@ _PART_SETTINGS = {
     "image": _SIZES,
     "video": (
         "fps", "nframes", "num_frames", "min_frames", "max_frames", "total_pixels", "video_start",
-        "video_end", *_SIZES,
+        "video_end", "sample_fps", "raw_fps", *_SIZES,
     ),
 }  # fmt: skip
 _SETTINGS_FOR_ALL = {

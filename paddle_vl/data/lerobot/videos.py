@@ -13,7 +13,7 @@ import numpy as np
 
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.lerobot.tables import FileVersion, version_of
-from paddle_vl.data.video_reader import decoding, opened_container
+from paddle_vl.data.video_reader import decoding, opened_container, upright
 
 # Decoders hold reference frames, some ten megabytes each.
 _MOST_OPEN = 16
@@ -49,7 +49,7 @@ class SeekableVideo:
         self._stack.close()
 
     def frames(self, times: Sequence[float], tolerance_s: float, form: str) -> list[np.ndarray]:
-        """The frames nearest to these times, in their order.
+        """The frames nearest to these times, in their order, upright.
 
         Args:
             times: seconds since the first frame, float32 or sums of such.
@@ -62,7 +62,7 @@ class SeekableVideo:
         found = {}
         with decoding(self._path):
             for time in sorted({*times}):
-                found[time] = self._frame(time, tolerance_s).to_ndarray(format=form)
+                found[time] = upright(self._frame(time, tolerance_s), form)
         return [found[time] for time in times]
 
     def _frame(self, time: float, tolerance_s: float) -> Any:

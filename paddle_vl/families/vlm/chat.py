@@ -95,7 +95,10 @@ class Chat(Answers):
         return cls(
             model_class.from_pretrained(path, dtype=dtype, base=base),
             VLProcessor.from_pretrained(
-                processor, template_variables=template_variables, earlier_reasoning="drop"
+                processor,
+                model=folder_with("config.json", Path(path), base),
+                template_variables=template_variables,
+                earlier_reasoning="drop",
             ),
         )
 

@@ -5,6 +5,8 @@ allowed, and refusals name no folder of this machine; what has no room is not de
 are no text.
 """
 
+from copy import copy
+
 import numpy as np
 import pytest
 
@@ -47,6 +49,15 @@ def test_a_video_is_read_from_its_uri(processor, tmp_path):
                        videos=[str(tmp_path / "a.mp4")])  # fmt: skip
     assert found.ids.tolist() == wanted["input_ids"][0].tolist()
     assert sorted(found.visual) == ["pixel_values_videos", "video_grid_thw"]
+
+
+def test_a_list_of_pictures_is_a_video_of_all_of_them(processor):
+    own = copy(processor)
+    own.video_processor = processor.video_processor.replaced(fps=1.0)
+    found = Prompts(own, 448, 1000, MediaRules()).of_chat(
+        [{"role": "user", "content": [{"type": "video", "video": [uri(png())] * 10}]}], [], {}
+    )
+    assert found.visual["video_grid_thw"][:, 0].tolist() == [5]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from paddle_vl.data.media_file import ImageSource, MediaFolder, media_source, up
 from paddle_vl.data.video_reader import FrameFiles, VideoFrames, VideoSource
 
 # Sources in memory instead of file names.
-_IN_MEMORY = (Image.Image, np.ndarray, VideoFrames)
+_IN_MEMORY = (Image.Image, np.ndarray, VideoFrames, FrameFiles)
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,8 @@ class RowReader:
         """Read a row.
 
         Args:
-            row: sources of images and videos may also be PIL images, arrays, `VideoFrames` or the
-                bytes of an image file.
+            row: sources of images and videos may also be PIL images, arrays, `VideoFrames`,
+                `FrameFiles` or the bytes of an image file.
             directory: folder that relative paths start from; None leaves paths as they are.
 
         Raises:

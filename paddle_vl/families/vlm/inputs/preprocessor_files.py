@@ -190,8 +190,8 @@ class VisionProcessor(ABC):
             value = getattr(self, key)
             values[key] = list(value) if isinstance(value, tuple) else value
         own = {key: getattr(self, key) for key in self.own}
-        # A step that is on is not mentioned.
-        return values | {key: value for key, value in own.items() if value is not True}
+        # A step that is on is not mentioned, nor what is open.
+        return values | {k: v for k, v in own.items() if v is not True and v is not None}
 
     @abstractmethod
     def encode_one(self, source: Any, with_pixels: bool) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ from datetime import date, datetime, time
 from pathlib import Path
 from typing import Any
 
+from paddle_vl.config.families import model_values
 from paddle_vl.data.formats.canonical import ROLES
 from paddle_vl.families.vlm.inputs.chat_inputs import ChatInputs
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
@@ -26,7 +27,7 @@ from paddle_vl.families.vlm.inputs.tokenizer import (
     TextTokenizer,
     train_bpe,
 )
-from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
+from paddle_vl.families.vlm.inputs.video_processor import VideoMarkers, VideoProcessor
 from paddle_vl.families.vlm.templates.built_in import JINJA_TEMPLATE
 from paddle_vl.families.vlm.templates.encoding import EarlierReasoning, TemplateEncoder
 from paddle_vl.families.vlm.templates.rendering import ChatTemplateRenderer
@@ -143,6 +144,8 @@ class VLProcessor(ChatInputs):
         video_max_frames: int | None = None,
         video_min_pixels: int | None = None,
         video_max_pixels: int | None = None,
+        video_markers: VideoMarkers | None = None,
+        model: str | Path | dict[str, Any] | None = None,
         template_variables: Mapping[str, Any] | None = None,
         earlier_reasoning: EarlierReasoning = "refuse",
         template_date: date | None = None,
@@ -154,6 +157,9 @@ class VLProcessor(ChatInputs):
             video_fps: overrides the frames sampled per second of video.
             video_min_frames, video_max_frames: override the bounds of sampled frames.
             video_min_pixels, video_max_pixels: override frames x height x width of a video; pixels.
+            video_markers: overrides what a vision start and end enclose, see `VideoProcessor`.
+            model: model folder, config.json, its content or a published size, whose family decides
+                that where neither says it; None for the directory.
             template_variables: of the checkpoint's chat template (`enable_thinking`); those of a
                 row win.
             earlier_reasoning: see `TemplateEncoder`.
@@ -176,7 +182,11 @@ class VLProcessor(ChatInputs):
             max_frames=video_max_frames,
             min_pixels=video_min_pixels,
             max_pixels=video_max_pixels,
+            video_markers=video_markers,
         )
+        if video_processor.video_markers is None:
+            markers = _markers_of(model or directory)
+            video_processor = video_processor.replaced(video_markers=markers)
         more = (file.relative_to(directory) for file in directory.glob(_CARRIED_PATTERN))
         carried = {
             str(name): read_text(directory / name, "a tokenizer's file")
@@ -262,6 +272,14 @@ _SPECIAL_TOKENS_MAP = {
     "eos_token": IM_END,
     "pad_token": END_OF_TEXT,
 }
+
+
+def _markers_of(model: str | Path | dict[str, Any]) -> VideoMarkers | None:
+    """For Qwen3.5 those of transformers 5.24, for Qwen3-VL those of 4.57, with which its published
+    models were trained; None where no type of model is named."""
+    model_type = str(model_values(model).get("model_type"))
+    by_type: dict[str, VideoMarkers] = {"qwen3_5": "both", "qwen3_vl": "inner"}
+    return next((by_type[each] for each in by_type if model_type.startswith(each)), None)
 
 
 def end_settings(ids: Mapping[str, int]) -> GenerationConfig:

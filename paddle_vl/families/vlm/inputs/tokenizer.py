@@ -172,10 +172,17 @@ CONTROL_TOKENS = (
 
 
 class VideoPrompt(NamedTuple):
-    """Prompt of a video: seconds shown by each temporal patch, and placeholders per patch."""
+    """Prompt of a video.
+
+    Attributes:
+        timestamps: seconds shown by each temporal patch.
+        tokens_per_patch: placeholders of each.
+        is_enclosed: whether the template's vision start and end stay around all patches.
+    """
 
     timestamps: Sequence[float]
     tokens_per_patch: int
+    is_enclosed: bool = False
 
 
 # Label of a token that is no target.

@@ -83,6 +83,8 @@ def test_evaluation_of_the_run_of_adapters_and_of_the_merged_model(
     assert lines[0]["eval_loss"] != lines[1]["eval_loss"]
     capsys.readouterr()
     for folder, line in zip(folders, lines, strict=True):
+        (file,) = [*folder.glob("final/video_p*.json"), *folder.glob("video_p*.json")]
+        assert json.loads(file.read_text())["video_markers"] == "both"
         wanted = f"loss per answer token: {line['eval_loss']:.4f}"
         assert exact_loss(folder, run_file, capsys).startswith(wanted)
 

@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.data.video_reader import VideoFrames
+from paddle_vl.data.video_reader import FrameFiles, VideoFrames
 from paddle_vl.families.vlm.inputs.conversation import parse_record
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
@@ -235,15 +235,61 @@ def test_settings_of_videos_replace_the_files_and_are_saved(tmp_path):
     PROCESSOR.save_pretrained(tmp_path)
     found = VLProcessor.from_pretrained(
         tmp_path, video_fps=1.0, video_min_frames=2, video_max_frames=6, video_min_pixels=256,
-        video_max_pixels=512,
+        video_max_pixels=512, video_markers="both",
     )  # fmt: skip
     wanted = replace(
         PROCESSOR.video_processor, fps=1.0, min_frames=2, max_frames=6, min_pixels=256,
-        max_pixels=512,
+        max_pixels=512, video_markers="both",
     )  # fmt: skip
     assert found.video_processor == wanted
     found.save_pretrained(tmp_path / "copy")
     assert VLProcessor.from_pretrained(tmp_path / "copy").video_processor == wanted
+
+
+INNER, BOTH = ("user\n<0", "|>?"), ("user\n<|vision_start|><0", "|><|vision_end|>?")
+
+
+@pytest.mark.parametrize(("stored", "model_type", "given", "around"), [
+    (None, None, None, INNER),
+    (None, "qwen3_vl_moe", None, INNER),
+    (None, "qwen3_vl", "both", BOTH),
+    (None, "qwen3_5", None, BOTH),
+    (None, "qwen3_5_moe", None, BOTH),
+    ("inner", "qwen3_5", None, INNER),
+    ("both", "qwen3_vl", None, BOTH),
+    ("both", "qwen3_vl", "inner", INNER),
+])  # fmt: skip
+def test_vision_tokens_around_a_video_are_those_of_the_setting_the_files_or_the_family(
+    tmp_path, stored, model_type, given, around
+):
+    """By default those of transformers 5.24 for Qwen3.5, of 4.57 for Qwen3-VL."""
+    videos = PROCESSOR.video_processor.replaced(video_markers=stored)
+    VLProcessor(PROCESSOR.tokenizer, PROCESSOR.image_processor, videos).save_pretrained(tmp_path)
+    config = {"model_type": model_type} if model_type else {}
+    processor = VLProcessor.from_pretrained(tmp_path, video_markers=given, model=config)
+    processor.save_pretrained(tmp_path / "copy")
+    for each in (processor, VLProcessor.from_pretrained(tmp_path / "copy")):
+        inputs = each([user("<video>?")], videos=[VideoFrames(moving_frames(4, 8, 16), 2.0)])
+        text = each.decode(inputs["input_ids"][0], False)
+        assert around[0] in text
+        assert text.partition("<|im_end|>")[0].endswith(around[1])
+        assert around == BOTH or "<|vision_end|><|vision_end|>" not in text
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    from_folder = VLProcessor.from_pretrained(tmp_path, video_markers=given)
+    assert from_folder.fingerprint() == processor.fingerprint()
+
+
+def test_a_list_of_pictures_is_a_video(tmp_path):
+    """Files, PIL images and arrays; see the video processor's tests for their times."""
+    WIDE.save(tmp_path / "a.png")
+    clips = [[str(tmp_path / "a.png")] * 3, [WIDE] * 3, [np.asarray(WIDE)] * 3]
+    batches = [PROCESSOR([user("<video>?")], videos=[clip]) for clip in clips]
+    assert batches[0]["video_grid_thw"].tolist() == [[2, 2, 4]]
+    for batch in batches[1:]:
+        for key, value in batches[0].items():
+            np.testing.assert_array_equal(batch[key], value)
+    own = PROCESSOR([user("<video>?")], videos=[FrameFiles((WIDE, WIDE), fps=1)])
+    assert "<0.5 seconds>" in PROCESSOR.decode(own["input_ids"][0])
 
 
 def test_files_of_the_checkpoint_are_carried_along(tmp_path):
