@@ -13,11 +13,16 @@ from typing import Any
 
 import numpy as np
 
+from paddle_vl.data.formats.tool_schemas import SCHEMAS_BY_NAME, VALUES
 from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer
 from paddle_vl.serving.answer_parts import CALL, CALL_END, THINK_END
 
 # Models that are held to JSON may write space without end.
 _SPACE = {"whitespace_pattern": r"[ \n\r\t]{1,20}"}
+# Formats of texts that llguidance 1.9 holds answers to; others it refuses.
+_FORMATS = (
+    "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
+)  # fmt: skip
 # Tokens among which the end of the reasoning is looked for.
 _LAST = 16
 
@@ -87,10 +92,32 @@ class Grammars:
 
 
 def json_rule(schema: Any, name: str = "root") -> str:
-    """The rule of JSON values of a schema."""
+    """The rule of JSON values of a schema; its own `x-guidance` says how they are written."""
     if isinstance(schema, Mapping):
-        schema = {**schema, "x-guidance": _SPACE}
+        own = schema.get("x-guidance")
+        if own is None or (
+            isinstance(own, Mapping) and own.get("whitespace_flexible") is not False
+        ):
+            own = {**_SPACE, **(own or {})}
+        schema = {**_known_formats(schema), "x-guidance": own}
     return f"{name}: %json {json.dumps(schema)}"
+
+
+def _known_formats(schema: Any) -> Any:
+    """A schema without formats that are not known, which JSON Schema ignores."""
+    if isinstance(schema, list):
+        return [*map(_known_formats, schema)]
+    if not isinstance(schema, Mapping):
+        return schema
+    found = {}
+    for key, each in schema.items():
+        if key in SCHEMAS_BY_NAME and isinstance(each, Mapping):
+            found[key] = {name: _known_formats(one) for name, one in each.items()}
+        elif key in VALUES:
+            found[key] = each
+        elif key != "format" or not isinstance(each, str) or each in _FORMATS:
+            found[key] = _known_formats(each)
+    return found
 
 
 def choice_rule(texts: Sequence[str]) -> str:
@@ -100,7 +127,8 @@ def choice_rule(texts: Sequence[str]) -> str:
 
 def regex_rule(pattern: str) -> str:
     """The rule of a regular expression."""
-    return "root: /" + re.sub(r"(?<!\\)/", r"\/", pattern) + "/"
+    escaped = re.sub(r"\\.|/", lambda found: found[0] if found[0] != "/" else r"\/", pattern)
+    return f"root: /{escaped}/"
 
 
 class Constraint:

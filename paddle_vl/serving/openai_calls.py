@@ -113,7 +113,7 @@ class Call:
                 self.choices.append(Choice(index, asked, self._reader(prompt)))
 
     def _reader(self, prompt: Prompt) -> AnswerReader:
-        decode, stops = self._served.prompts.processor.decode, self.request.stops
+        decode, stops = self._served.prompts.processor.decode, self.request.stop
         if isinstance(self.request, CompletionRequest):
             return AnswerReader(decode, stops, is_plain=True)
         several = self.request.parallel_tool_calls
@@ -272,12 +272,21 @@ class Call:
             return None
         if self._is_chat:
             return {"content": [*entries], "refusal": None}
-        tops = [{e["token"]: e["logprob"] for e in entry["top_logprobs"]} for entry in entries]
+        tops = [{_key(e): e["logprob"] for e in entry["top_logprobs"]} for entry in entries]
         return {
-            "tokens": [entry["token"] for entry in entries],
+            "tokens": [*map(_key, entries)],
             "token_logprobs": [entry["logprob"] for entry in entries],
             "top_logprobs": tops,
         }
+
+
+def _key(entry: Mapping[str, Any]) -> str:
+    """A token by which it differs from all others; parts of characters as OpenAI writes them."""
+    data = bytes(entry["bytes"])
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{each:02x}" for each in data)
 
 
 def _delta(parts: Parts, first_call: int = 0) -> dict[str, Any]:

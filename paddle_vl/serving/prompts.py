@@ -5,7 +5,7 @@ is allowed, and public ones. The length of a prompt is checked before pixels are
 what a request takes is bounded by the tokens that it may have.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -91,6 +91,9 @@ class Prompts:
                     batch = self._batch(row, Path(work))
             except BadSampleError as error:
                 reason = error.reason.removeprefix(f"a row of format {_FORMAT}: ")
+                # Without the folders of this machine.
+                for name, shown in self._own_names(work):
+                    reason = reason.replace(name, shown)
                 raise ApiError(400, reason, "messages", error.kind) from error
         ids = batch.pop("input_ids")[0]
         del batch["attention_mask"]
@@ -128,6 +131,14 @@ class Prompts:
                 "images smaller",
                 code="context_length_exceeded",
             )
+
+    def _own_names(self, work: str) -> Iterator[tuple[str, str]]:
+        """What messages call files of this machine, and what clients are told."""
+        if (renderer := self.processor.template.renderer) is not None:
+            yield renderer.name, "the chat template"
+        for folder in (work, self._rules.folder):
+            if folder is not None:
+                yield f"{folder}/", ""
 
     def _batch(self, row: Mapping[str, Any], work: Path) -> dict[str, np.ndarray]:
         """A row as the processor encodes it."""

@@ -10,6 +10,7 @@ from copy import copy
 import numpy as np
 import pytest
 
+from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.serving.openai_protocol import ApiError
 from paddle_vl.serving.prompts import MediaRules, Prompts
 from tests.support.openai_server import asked, bomb, png, template_processor, uri
@@ -74,17 +75,41 @@ def test_a_list_of_pictures_is_a_video_of_all_of_them(processor):
         ("link.png", "image", True, "is not in the server's folder"),
         ("https://example.com/a.png", "image", True, "--allow-remote"),
         ("", "image", True, ""),
+        ("bad.png", "image", True, "(bad.png): the file cannot be decoded as an image"),
+        ("bad.mp4", "video", True, "(bad.mp4): the file cannot be decoded as a video"),
+        ("no.png", "image", True, "there is no file no.png"),
     ],
 )
 def test_files_and_addresses_are_opened_where_it_is_allowed(
     processor, tmp_path, source, kind, has_folder, text
 ):
     (tmp_path / "link.png").symlink_to("/etc/passwd")
+    for name in ("bad.png", "bad.mp4"):
+        (tmp_path / name).write_bytes(b"no picture")
     prompts = Prompts(processor, 448, 1000, MediaRules(tmp_path if has_folder else None))
     with pytest.raises(ApiError) as caught:
         prompts.of_chat(asked(source, kind), [], {})
     assert caught.value.status == 400
     assert text in caught.value.message
+    assert str(tmp_path) not in caught.value.message
+    assert "/paddle-vl-" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ raise_exception('no ' ~ messages[0].role) }}", "the chat template does not take the"),
+        ("{{ messages[0].role }}", "the chat template prints nothing of 'What?'"),
+        ("{{ messages[0].content }}{{ 'x' * 200000 }}", "the chat template makes 2000"),
+    ],
+)
+def test_refusals_by_a_template_name_no_folder(processor, tmp_path, template, text):
+    processor.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    prompts = Prompts(VLProcessor.from_pretrained(tmp_path), 448, 1000, MediaRules())
+    with pytest.raises(ApiError) as caught:
+        prompts.of_chat([{"role": "user", "content": "What?"}], [], {})
+    assert caught.value.message.startswith(text)
     assert str(tmp_path) not in caught.value.message
 
 
