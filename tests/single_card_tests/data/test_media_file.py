@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image
 
-from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data import media_file
+from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import FORMATS, image_size, load_rgb
 from paddle_vl.families.policy.demonstrations.dataset import DemonstrationsDataset
 from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
