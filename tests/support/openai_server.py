@@ -211,13 +211,6 @@ def png(side: int = 32, **settings) -> bytes:
     return stream.getvalue()
 
 
-def bomb() -> bytes:
-    """A small file that states many pixels."""
-    data = bytearray(png())
-    data[16:24] = (60000).to_bytes(4, "big") * 2
-    return bytes(data)
-
-
 def asked(source: str, kind: str = "image") -> list[dict]:
     part = {"type": f"{kind}_url", f"{kind}_url": {"url": source}}
     return [{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}]
