@@ -1,5 +1,5 @@
 """What Megatron Energon keeps beside WebDataset files: `.nv-meta/dataset.yaml` names the members of
-a sample, `.nv-meta/split.yaml` the files of each split.
+a sample, `.nv-meta/split.yaml` (or `.json`, where there is no such file) the files of each split.
 
 Source: https://nvidia.github.io/Megatron-Energon/data_on_disk.html
 """
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from paddle_vl.files.inner_path import inner_path
-from paddle_vl.files.text_file import read_text
+from paddle_vl.files.text_file import read_json_object, read_text
 
 META = ".nv-meta"
 _ROW_FIELDS = ("conversation", "conversations", "messages", "json")
@@ -21,6 +21,7 @@ _IMAGE_FIELDS = ("image", "images", "img", "imgs")
 _TEXT_FIELDS = {"text": "txt", "caption": "txt"}
 # `field_map`, and classes and tags that Energon gives the samples, which say nothing about files.
 _DATASET = ("field_map", "__module__", "__class__", "sample_type", "subflavor", "subflavors")
+_SPLIT_FILES = ("split.yaml", "split.json")
 _SPLIT = ("split_parts", "exclude")
 _MEMBER = re.compile(r"[\w-]+(\.[\w-]+)*")
 _BRACES = re.compile(r"\{(\d{1,9})\.\.(\d{1,9})\}|\{([^{}]*)\}")
@@ -74,8 +75,10 @@ def files_of_split(folder: Path, split: str) -> list[Path]:
     Raises:
         RuntimeError: there is no such split, or it cannot be read.
     """
-    if not (file := folder / META / "split.yaml").is_file():
+    found = [file for name in _SPLIT_FILES if (file := folder / META / name).is_file()]
+    if not found:
         return sorted(folder.rglob("*.tar"))
+    file = found[0]
     settings = _settings(file, _SPLIT)
     parts = settings.get("split_parts") or {}
     if split not in parts:
@@ -90,8 +93,10 @@ def files_of_split(folder: Path, split: str) -> list[Path]:
 
 
 def _settings(file: Path, known: tuple[str, ...]) -> dict[str, Any]:
+    what = "a description of a data set"
     try:
-        found = yaml.safe_load(read_text(file, "a description of a data set"))
+        is_json = file.suffix == ".json"
+        found = read_json_object(file, what) if is_json else yaml.safe_load(read_text(file, what))
     except yaml.YAMLError as error:
         raise RuntimeError(f"{file} is no YAML ({error}): write it again") from error
     if not isinstance(found, dict):

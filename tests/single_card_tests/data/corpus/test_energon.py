@@ -87,6 +87,14 @@ def test_splits_name_files(tmp_path):
     assert [file.name for file in files_of_split(tmp_path, "val")] == ["v1.tar", "v0.tar"]
     with pytest.raises(RuntimeError, match="no split 'test': choose one of train, val"):
         files_of_split(tmp_path, "test")
+    # As megatron-energon 7.4.1 reads both: JSON where there is no YAML.
+    described(tmp_path, "split.json", '{\n\t"split_parts": {"train": ["j.tar"]}}')
+    assert files_of_split(tmp_path, "train") == train
+    (tmp_path / ".nv-meta/split.yaml").unlink()
+    assert files_of_split(tmp_path, "train") == [tmp_path / "j.tar"]
+    described(tmp_path, "split.json", "[1]")
+    with pytest.raises(RuntimeError, match=r"split\.json"):
+        files_of_split(tmp_path, "train")
 
 
 @pytest.mark.parametrize(
