@@ -5,7 +5,7 @@ Source: https://nvidia.github.io/Megatron-Energon/data_on_disk.html
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,15 +69,21 @@ def fields_of(shard: Path) -> Fields:
 
 
 def files_of_split(folder: Path, split: str) -> list[Path]:
-    """The WebDataset files of a split of a data set with a folder `.nv-meta`; all if it has no
-    splits.
+    """The WebDataset files of a split of a data set with a folder `.nv-meta`; of one without splits
+    all are `train`.
 
     Raises:
         RuntimeError: there is no such split, or it cannot be read.
     """
     found = [file for name in _SPLIT_FILES if (file := folder / META / name).is_file()]
     if not found:
-        return sorted(folder.rglob("*.tar"))
+        others = sorted(file.name for file in (folder / META).glob("split*"))
+        if others or split != "train":
+            raise RuntimeError(
+                f"{folder / META} has no {' or '.join(_SPLIT_FILES)}, which say the files of split "
+                f"{split!r}: {f'rename {others[0]}' if others else 'write one, or name the files'}"
+            )
+        return visible(folder.rglob("*.tar"), folder)
     file = found[0]
     settings = _settings(file, _SPLIT)
     parts = settings.get("split_parts") or {}
@@ -90,6 +96,11 @@ def files_of_split(folder: Path, split: str) -> list[Path]:
             f"{file} excludes {inside[0]}, which is no file: remove it from the data"
         )
     return [inner_path(folder, each, file) for each in names if each not in excluded]
+
+
+def visible(files: Iterable[Path], folder: Path) -> list[Path]:
+    """Files in their order, without hidden ones of the folder, such as `._a.tar` of macOS."""
+    return [file for file in sorted(files) if "/." not in f"/{file.relative_to(folder)}"]
 
 
 def _settings(file: Path, known: tuple[str, ...]) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 Guarantees: workers and prefetching do not change the stream; it continues unchanged from every
 saved position; a bad sample's error has its place, also from a worker; skipped samples are counted,
-and left out or replaced by others of the whole mix, and a dataset of bad samples ends in an error; a dead worker is reported;
-workers load neither Paddle nor the main script; closing ends them. Packed rows are in
-`test_packed_loader`.
+and left out or replaced by others of the whole mix, and a dataset of bad samples ends in an error;
+a dead worker is reported; workers load neither Paddle nor the main script; closing ends them.
+Packed rows are in `test_packed_loader`.
 """
 
 import itertools

@@ -97,6 +97,18 @@ def test_splits_name_files(tmp_path):
         files_of_split(tmp_path, "train")
 
 
+def test_without_splits_all_files_are_to_train_on(tmp_path):
+    (tmp_path / ".nv-meta").mkdir()
+    for name in ("b.tar", "a.tar", "._a.tar"):
+        write_tar(tmp_path / name, {"0.json": b"{}"})
+    assert files_of_split(tmp_path, "train") == [tmp_path / "a.tar", tmp_path / "b.tar"]
+    with pytest.raises(RuntimeError, match="no split.yaml or split.json.*'val': write one"):
+        files_of_split(tmp_path, "val")
+    described(tmp_path, "split_2.yaml", "{split_parts: {train: [a.tar]}}")
+    with pytest.raises(RuntimeError, match=r"rename split_2\.yaml"):
+        files_of_split(tmp_path, "train")
+
+
 @pytest.mark.parametrize(
     ("split", "reason"),
     [
