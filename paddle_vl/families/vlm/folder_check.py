@@ -15,6 +15,7 @@ import paddle
 from paddle_vl.checkpoint.adapter_files import StoredAdapter
 from paddle_vl.checkpoint.reading import ReadableTensor, checkpoint_tensors
 from paddle_vl.checkpoint.safetensors_io import FLOATING
+from paddle_vl.families.vlm.adapter import with_head
 from paddle_vl.families.vlm.config import HEAD_KEY
 from paddle_vl.families.vlm.engines import ENGINES, Engine, Finding
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
@@ -64,7 +65,7 @@ def _found(model_class: Any, folder: Path, base: Path, engine: Engine) -> Found:
         if folder != base:
             adapter = StoredAdapter.read(folder)
             adapter.tensors.update(as_here(adapter.tensors, config))
-            adapter.merged(stored)
+            adapter.merged(with_head(adapter, stored) if is_tied else stored)
             yield from _adapters(adapter, engine, model_type)
     except (RuntimeError, ValueError) as error:
         yield Finding.REFUSED, str(error)
