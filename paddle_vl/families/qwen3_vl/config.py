@@ -37,7 +37,6 @@ from paddle_vl.files.checked_values import (
     checked,
     known_values,
 )
-from paddle_vl.files.text_file import shown
 
 # HF's name.
 Qwen3VLVisionConfig = VisionConfig

@@ -301,12 +301,8 @@ def text_rotary(text: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def tower_section(vision: dict[str, Any]) -> dict[str, Any]:
-    """The tower's section of a config.json with `rope_theta`, from either dialect.
-
-    Raises:
-        ValueError: see `rotary_settings`.
-    """
-    # Its positions are axial, by whichever name.
+    """The tower's section of a config.json with `rope_theta`, from either dialect; its positions
+    are axial. Raises what `rotary_settings` does."""
     return vision | rotary_settings(vision, "vision_config", ("rope_theta",), ("axial", "default"))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from paddle_vl.data.formats.canonical import ROLES
 from paddle_vl.families.vlm.inputs.chat_inputs import ChatInputs
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
+from paddle_vl.families.vlm.inputs.preprocessor_files import NESTED_CONFIG_FILE
 from paddle_vl.families.vlm.inputs.tokenizer import (
     CONTROL_TOKENS,
     END_OF_TEXT,
@@ -111,6 +112,7 @@ class VLProcessor(ChatInputs):
         patch_size: int = 16,
         min_pixels: int | None = None,
         max_pixels: int = 256 * 256,
+        model_type: str = "qwen3_vl",
     ) -> "VLProcessor":
         """A processor for a small model, with a tokenizer trained on the texts; deterministic.
 
@@ -118,6 +120,7 @@ class VLProcessor(ChatInputs):
             vocab_size: upper limit of ids; at least 256 bytes and 7 control tokens.
             patch_size: side of a patch; 2 x 2 patches are one visual token. Pixels.
             min_pixels, max_pixels: area of a resized image; None for one visual token.
+            model_type: of the model; "qwen3_5" splits text otherwise than "qwen3_vl".
 
         Raises:
             ValueError: the vocabulary is too small, or the areas exclude each other.
@@ -129,7 +132,7 @@ class VLProcessor(ChatInputs):
         )  # fmt: skip
         # Every prompt contains names of roles.
         texts = [*texts, *(f"{role}\n" for role in ROLES)]
-        return cls(train_bpe(texts, vocab_size, CONTROL_TOKENS), images)
+        return cls(train_bpe(texts, vocab_size, CONTROL_TOKENS, model_type), images)
 
     @classmethod
     def from_pretrained(
@@ -146,6 +149,7 @@ class VLProcessor(ChatInputs):
         template_variables: Mapping[str, Any] | None = None,
         earlier_reasoning: EarlierReasoning = "refuse",
         template_date: date | None = None,
+        model_type: str | None = None,
     ) -> "VLProcessor":
         """Read the processor files of a checkpoint directory, or of a model named on a hub.
 
@@ -158,6 +162,7 @@ class VLProcessor(ChatInputs):
                 row win.
             earlier_reasoning: see `TemplateEncoder`.
             template_date: what `strftime_now` shows; None for today.
+            model_type: see `TextTokenizer.from_file`.
 
         Raises:
             RuntimeError: `tokenizer.json` or `preprocessor_config.json` is missing or damaged.
@@ -183,10 +188,16 @@ class VLProcessor(ChatInputs):
             for name in (*_CARRIED_FILES, *sorted(more))
             if (directory / name).is_file()
         }
-        tokenizer = TextTokenizer.from_file(directory)
+        tokenizer = TextTokenizer.from_file(directory, model_type)
         found = read_folder_templates(directory)
         if found is None:
             return cls(tokenizer, image_processor, video_processor, carried)
+        if found.file.name == NESTED_CONFIG_FILE:
+            # Which is not written; HF takes none of the other files beside it.
+            carried = {name: carried[name] for name in carried if "chat_template" not in name}
+            carried["chat_template.jinja"] = found.source
+            if found.tools_source is not None:
+                carried[_CARRIED_PATTERN.replace("*", "tool_use")] = found.tools_source
         plain = found.source.replace("\r\n", "\n").strip().encode(errors="surrogatepass")
         is_built_in = hashlib.sha256(plain).hexdigest() in _EQUAL_TEMPLATES
         own = TemplateEncoder(
@@ -209,6 +220,7 @@ class VLProcessor(ChatInputs):
         """Write the processor under HF's file names.
 
         Tokenizer files of a checkpoint are written unchanged; those of a new tokenizer generated.
+        Files of an earlier processor that HF would read beside them are removed.
         """
         directory = Path(directory)
         self.tokenizer.save(directory)
@@ -222,6 +234,10 @@ class VLProcessor(ChatInputs):
         for name, text in files.items():
             (directory / name).parent.mkdir(exist_ok=True)
             write_text(directory / name, text)
+        others = (*_CARRIED_FILES, NESTED_CONFIG_FILE)
+        for file in {*map(directory.joinpath, others), *directory.glob(_CARRIED_PATTERN)}:
+            if str(file.relative_to(directory)) not in files:
+                file.unlink(missing_ok=True)
 
     def with_max_pixels(self, max_pixels: int) -> "VLProcessor":
         """The processor with another area of a resized image at most; pixels."""
@@ -241,7 +257,7 @@ class VLProcessor(ChatInputs):
     def _tokenizer_config(self) -> dict[str, Any]:
         flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
         return {
-            "tokenizer_class": "Qwen2Tokenizer",
+            "tokenizer_class": self.tokenizer.hf_class,
             "processor_class": "Qwen3VLProcessor",
             "added_tokens_decoder": {
                 str(token_id): {"content": token, **flags, "special": True}
