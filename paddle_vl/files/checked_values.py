@@ -209,10 +209,9 @@ def known_values(
     Raises:
         ValueError: there are other keys, names them; or the model's weights are quantized.
     """
-    for name in set(_QUANTIZATION) & values.keys():
-        if isinstance(how := values[name], Mapping):
-            how = how.get("quant_method", how)
-        if how:
+    for name in _QUANTIZATION:
+        if how := values.get(name):
+            how = isinstance(how, Mapping) and how.get("quant_method") or how
             raise ValueError(f"{whose}: {name} is {shown(how)}; {UNQUANTIZED}")
     names, inert = {field.name for field in dataclasses.fields(cls)}, inert | {*_QUANTIZATION}
     if unknown := sorted(values.keys() - names - inert):
