@@ -52,6 +52,7 @@ class Engine:
             bar stands between alternatives.
         reads_older_keys: of alternatives only the first; `torch_dtype`, or `dtype` with
             `transformers_version`, and not both; `min_pixels` and `max_pixels` of images.
+        templates: files of which its processor takes a chat template; empty for any.
         reads_all_files: without an index it reads every `*.safetensors` of the folder.
         adapted: `model_type`s of which it takes adapters.
         features, max_rank: what adapters may have beyond one rank and alpha for linears of the
@@ -79,6 +80,7 @@ class Engine:
         # Without it videos silently get the area of images.
         "video_preprocessor_config.json|processor_config.json",
     )
+    templates: tuple[str, ...] = ()
     reads_all_files: bool = False
     adapted: tuple[str, ...] = _QWEN3_VL
     features: tuple[str, ...] = ()
@@ -129,6 +131,7 @@ ENGINES = {
         "qwen3_vl_moe, qwen3_5 and qwen3_5_moe, integrations/peft.py",
         experts=(*Engine.experts, "qwen3_vl_moe swapped"),
         tells_by_shape=True,
+        templates=("processor_config.json", "chat_template.json", "chat_template.jinja"),
         settings=(*_SIZES, *_ROPE),
         adapted=(*_QWEN3_VL, *_QWEN3_5),
         # Its own loader drops the magnitudes of DoRA, which PEFT's keeps.

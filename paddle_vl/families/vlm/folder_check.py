@@ -138,7 +138,8 @@ def _files(folder: Path, engine: Engine) -> Found:
     limits = read_json_object(images, "settings") if images.is_file() else {"size": _HUBS}
     if engine.reads_older_keys and "max_pixels" not in limits and limits.get("size") != _HUBS:
         yield Finding.LOST, f"{images.name}: no min_pixels, max_pixels: it takes the hub's"
-    if read_folder_templates(folder) is None:
+    found = read_folder_templates(folder)
+    if found is None or (engine.templates and found.file.name not in engine.templates):
         yield Finding.MISSING, "a chat template: chat_template.jinja"
     if not (folder / FILE_NAME).is_file():
         yield Finding.NOTE, f"no {FILE_NAME}: only the tokenizer's eos_token ends answers"

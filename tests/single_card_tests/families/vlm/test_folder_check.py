@@ -200,7 +200,7 @@ def nest_settings(folder: Path, size: dict[str, int]) -> None:
     (folder / "processor_config.json").write_text(json.dumps(nested))
 
 
-INDEX = "model.safetensors.index.json"
+INDEX, TOKENIZER = "model.safetensors.index.json", "tokenizer_config.json"
 NORM, MERGER = "model.language_model.norm.weight", "model.visual.merger.norm.weight"
 UP = "model.language_model.layers.0.mlp.up_proj.weight"
 LACKS, OTHERS = "tensors that the folder lacks: ", "tensors that the model does not have: "
@@ -316,6 +316,15 @@ SPOILT: dict[str, tuple[str, Callable[[Path], object], Mapping[str, tuple[str, .
         "dense",
         lambda f: nest_settings(f, {"shortest_edge": 64, "longest_edge": 256}),
         dict.fromkeys(("vllm", "transformers"), ()),
+    ),
+    # AutoProcessor of transformers 5.24 does not read it, AutoTokenizer does.
+    "a chat template of the tokenizer": (
+        "dense",
+        lambda f: (
+            (f / "chat_template.jinja").unlink(),
+            edit_config(f, lambda v: v.update(chat_template="{{ messages }}"), TOKENIZER),
+        ),
+        {"vllm": (), "transformers": ("missing: a chat template: chat_template.jinja",)},
     ),
     "chat templates that differ": (
         "dense",
