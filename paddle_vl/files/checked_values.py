@@ -211,7 +211,7 @@ def known_values(
     """
     for name in _QUANTIZATION:
         if how := values.get(name):
-            how = isinstance(how, Mapping) and how.get("quant_method") or how
+            how = (isinstance(how, Mapping) and how.get("quant_method")) or how
             raise ValueError(f"{whose}: {name} is {shown(how)}; {UNQUANTIZED}")
     names, inert = {field.name for field in dataclasses.fields(cls)}, inert | {*_QUANTIZATION}
     if unknown := sorted(values.keys() - names - inert):
