@@ -31,7 +31,7 @@ MODEL: dict[str, Any] = {
     "text_config": {
         "vocab_size": 256, "hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-        "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]},
+        "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]}, "rope_theta": 1e6,
     },
     "vision_config": {
         "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 4, "patch_size": 4,

@@ -96,9 +96,9 @@ class Chat(Answers):
             model_class.from_pretrained(path, dtype=dtype, base=base),
             VLProcessor.from_pretrained(
                 processor,
-                model=folder_with("config.json", Path(path), base),
                 template_variables=template_variables,
                 earlier_reasoning="drop",
+                model_type=model_class.model_type,
             ),
         )
 

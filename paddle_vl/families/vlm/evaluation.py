@@ -125,10 +125,10 @@ def build_evaluation(
     scorer = Scorer(names, conclusion if suite is None else suite.scored_part)
     processor = VLProcessor.from_pretrained(
         folder_with("tokenizer.json", folder, options.base),
-        model=folder_with("config.json", folder, options.base),
         template_variables=options.chat_template_kwargs,
         min_pixels=given.get("min_pixels"),
         max_pixels=given.get("max_pixels"),
+        model_type=model_class.model_type,
     )
     if suite is None:
         data = VLDataConfig(max_length=options.max_length)

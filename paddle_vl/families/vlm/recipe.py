@@ -12,7 +12,7 @@ from typing import Any, ClassVar, cast
 from paddle import Tensor
 
 from paddle_vl.batch.visual_index import own_indices
-from paddle_vl.checkpoint.adapter_files import base_folder, folder_with
+from paddle_vl.checkpoint.adapter_files import folder_with
 from paddle_vl.checkpoint.safetensors_io import FileWriter
 from paddle_vl.config.data_sources import has_sources
 from paddle_vl.config.families import EncoderShape, ModelShape
@@ -106,10 +106,10 @@ class VLRecipe(Family):
             self.processor = VLProcessor.from_pretrained(
                 folder,
                 **limits,
-                model=config.model.config or config.model.pretrained,
                 template_variables=data.chat_template_kwargs,
                 earlier_reasoning=data.earlier_reasoning,
                 template_date=data.template_date,
+                model_type=self.model_class.model_type,
             )
         except ValueError as error:
             given = [f"data.{name} {value}" for name, value in limits.items() if value]
@@ -329,7 +329,7 @@ class VLRecipe(Family):
     @classmethod
     def merge_adapter(cls, folder: Path, out: Path, base: str | None) -> Path:
         processor = VLProcessor.from_pretrained(
-            folder_with("tokenizer.json", folder, base), model=base_folder(folder, base)
+            folder_with("tokenizer.json", folder, base), model_type=cls.model_class.model_type
         )
         used = merge_adapter(cls.model_class, folder, out, base)
         processor.save_pretrained(out)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from contextlib import closing
 from itertools import chain
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
@@ -34,7 +35,7 @@ from paddle_vl.families.vlm.inputs.image_processor import (
 from paddle_vl.families.vlm.inputs.preprocessor_files import VisionProcessor
 from paddle_vl.files.checked_values import Number, checked
 
-# Limits of the published checkpoints, for a folder with settings of images only.
+# Limits of the published checkpoints, for a new processor.
 _MIN_PIXELS, _MAX_PIXELS = 4096, 25165824
 _Frames = Annotated[int, Field(ge=1, le=1 << 20)]
 VideoMarkers = Literal["inner", "both"]
@@ -83,10 +84,12 @@ class VideoProcessor(VisionProcessor):
     def from_pretrained(
         cls, directory: str | os.PathLike, images: ImageProcessor, **replaced: Any
     ) -> "VideoProcessor":
-        """Read `video_preprocessor_config.json` (or `processor_config.json`) of a checkpoint.
+        """Read `processor_config.json` or `video_preprocessor_config.json` of a checkpoint, or, as
+        transformers without these, the settings of images: an image's area is then that of all
+        frames.
 
         Args:
-            images: the checkpoint's image processor; without a file for videos, `like_images`.
+            images: the checkpoint's image processor; `like_images` where no file has settings.
             replaced: fps, min_frames, max_frames, min_pixels, max_pixels or video_markers; None
                 keeps the file's.
 
@@ -94,7 +97,12 @@ class VideoProcessor(VisionProcessor):
             RuntimeError: the file is not JSON.
             ValueError: a setting is missing, out of range or not supported.
         """
-        return (cls.find(directory) or cls.like_images(images)).replaced(**replaced)
+        found, plain = cls.find(directory), Path(directory) / images.config_file
+        if found is None and plain.is_file():
+            *_, of_images = ImageProcessor.stored_in(plain.parent)
+            limits = {"min_pixels": of_images.min_pixels, "max_pixels": of_images.max_pixels}
+            found = cls.like_images(of_images).replaced(**limits)
+        return (found or cls.like_images(images)).replaced(**replaced)
 
     @classmethod
     def like_images(cls, images: ImageProcessor) -> "VideoProcessor":

@@ -55,12 +55,15 @@ def frozen_run(run_file, tmp_path_factory) -> Path:
     return folder
 
 
-def test_parts_of_either_mixer_are_frozen(frozen_run):
+def test_parts_of_either_mixer_are_frozen(frozen_run, run_file):
     before = load_file(frozen_run.with_name("before") / "model.safetensors")
     after = load_file(frozen_run / "final" / "model.safetensors")
     for key, array in before.items():
         is_frozen = any(fnmatch.fnmatchcase(key, pattern) for pattern in FROZEN)
         assert np.array_equal(after[key], array) == is_frozen, key
+    # The family's splitting, which that of data.processor is not.
+    assert r"\\p{L}\\p{M}" in (frozen_run / "final" / "tokenizer.json").read_text()
+    assert "p{M}" not in (run_file.with_name("processor") / "tokenizer.json").read_text()
 
 
 def exact_loss(folder: Path, run_file: Path, capsys) -> str:
