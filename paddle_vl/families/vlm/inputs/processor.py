@@ -185,7 +185,7 @@ class VLProcessor(ChatInputs):
             video_markers=video_markers,
         )
         if video_processor.video_markers is None:
-            markers = _markers_of(model or directory)
+            markers = _markers_of(model) or _markers_of(directory)
             video_processor = video_processor.replaced(video_markers=markers)
         more = (file.relative_to(directory) for file in directory.glob(_CARRIED_PATTERN))
         carried = {
@@ -274,7 +274,7 @@ _SPECIAL_TOKENS_MAP = {
 }
 
 
-def _markers_of(model: str | Path | dict[str, Any]) -> VideoMarkers | None:
+def _markers_of(model: str | Path | dict[str, Any] | None) -> VideoMarkers | None:
     """For Qwen3.5 those of transformers 5.24, for Qwen3-VL those of 4.57, with which its published
     models were trained; None where no type of model is named."""
     model_type = str(model_values(model).get("model_type"))
