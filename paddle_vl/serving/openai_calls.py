@@ -176,7 +176,7 @@ class Call:
         if isinstance(choice, Mapping):
             function = choice.get("function") if choice.get("type") == "function" else None
             name = function.get("name") if isinstance(function, Mapping) else None
-            tools, several = {each: tools[each] for each in tools or () if each == name}, False
+            tools, several = {n: each for n, each in (tools or {}).items() if n == name}, False
         if not tools:
             raise ApiError(400, "tool_choice: none of 'tools' has this name", "tool_choice")
         return self._served.grammars.calls(tools, several)
@@ -316,10 +316,11 @@ def chat_call(served: ServedModel, body: bytes) -> Call:
     served.adapter_of(request.model)
     try:
         # Without calls the model need not know of them.
-        tools = [] if request.tool_choice == "none" else read_tools(request.tools)
+        given = [] if request.tool_choice == "none" else request.tools
+        tools = read_tools(given)
     except BadSampleError as error:
         raise ApiError(400, error.reason, "tools") from error
-    prompt = served.prompts.of_chat(request.messages, tools, request.chat_template_kwargs)
+    prompt = served.prompts.of_chat(request.messages, given, request.chat_template_kwargs)
     functions = [tool["function"] for tool in tools]
     schemas = {each["name"]: each.get("parameters") for each in functions}
     return Call(served, request, [prompt], schemas)

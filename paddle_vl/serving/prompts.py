@@ -16,6 +16,7 @@ from urllib.parse import unquote
 import numpy as np
 
 from paddle_vl.data.formats.canonical import MEDIA
+from paddle_vl.data.formats.keys import RowSettings
 from paddle_vl.data.formats.reader import to_canonical
 from paddle_vl.data.jsonl import BadSampleError, sample_at
 from paddle_vl.data.media_file import MediaFolder, media_source
@@ -142,7 +143,7 @@ class Prompts:
 
     def _batch(self, row: Mapping[str, Any], work: Path) -> dict[str, np.ndarray]:
         """A row as the processor encodes it."""
-        canonical = to_canonical(row, format=_FORMAT)
+        canonical = to_canonical(row, RowSettings(nulls_are_values=True), format=_FORMAT)
         opened = [self._opened(message, work) for message in canonical.messages]
         conversation = Conversation.of(opened, canonical.tools, canonical.chat_template_kwargs)
         outline = self.processor.media(conversation, with_pixels=False)

@@ -230,11 +230,13 @@ def _canonical_row(
     extras = extras_of(row)
     objects = grounding.read_objects(row.get("objects"))
     has_objects = objects is not None
-    tools = tool_calls.read_tools(row.get("tools"))
+    tools = tool_calls.read_tools(row.get("tools"), settings.nulls_are_values)
+    schemas = {each["function"]["name"]: each["function"].get("parameters") for each in tools}
+    of_calls = None if settings.nulls_are_values else schemas
     drafts = [
         draft
         for number, message in enumerate(list_of(row["messages"], "messages"), start=1)
-        for draft in _drafts(message, f"message {number}", has_objects, tools)
+        for draft in _drafts(message, f"message {number}", has_objects, of_calls)
     ]
     set_targets(drafts, row.get("label"), settings)
     drafts = _with_system(drafts, row, has_objects)
@@ -261,15 +263,19 @@ def _canonical_row(
 
 
 def _drafts(
-    message: Any, where: str, has_objects: bool, tools: Sequence[dict[str, Any]]
+    message: Any, where: str, has_objects: bool, schemas: tool_calls.Schemas
 ) -> Iterator[Draft]:
-    """The message; of Anthropic's also the answers of tools in it."""
+    """The message; of Anthropic's also the answers of tools in it.
+
+    Args:
+        schemas: see `read_calls`.
+    """
     message, role = _checked(message, where)
     content = message.get("content", "")
     draft = Draft(role, [], where, read_targets(message, role, where))
     if message["role"] in tool_calls.CALL_ROLES:
         thought, call = tool_calls.split_thought(content)
-        draft.calls, draft.call_ids = tool_calls.read_calls(call, where, tools)
+        draft.calls, draft.call_ids = tool_calls.read_calls(call, where, schemas)
         content = [{"type": "text", "text": thought}]
     elif role == "tool":
         draft.call_ids = [tool_calls.call_id(message.get("tool_call_id"), where)]
@@ -284,7 +290,7 @@ def _drafts(
                 yield _answer(part, where)
                 draft = Draft(role, [], where)
             else:
-                _add_part(draft, part, where, tools)
+                _add_part(draft, part, where, schemas)
         if content and not draft.parts and role == "user":
             return
     else:
@@ -293,7 +299,7 @@ def _drafts(
             f"{where} has content of type {type(content).__name__}; a string or list is needed",
         )
     if not is_empty(message.get("tool_calls")):
-        _add_calls(draft, message["tool_calls"], tools)
+        _add_calls(draft, message["tool_calls"], schemas)
     draft.reasoning = _reasoning(message, draft)
     kinds = [part["type"] for part in draft.parts if part["type"] in MEDIA]
     if role == "assistant" and kinds:
@@ -337,7 +343,7 @@ def _has_parts(content: Any) -> bool:
     )
 
 
-def _add_part(draft: Draft, part: Any, where: str, tools: Sequence[dict[str, Any]] = ()) -> None:
+def _add_part(draft: Draft, part: Any, where: str, schemas: tool_calls.Schemas = None) -> None:
     """Add a content part, or a block with a call, to the draft."""
     given = part.get("type") if isinstance(part, Mapping) else None
     kind = _PART_TYPES.get(given) if isinstance(given, str) else None
@@ -350,7 +356,7 @@ def _add_part(draft: Draft, part: Any, where: str, tools: Sequence[dict[str, Any
     if kind == "tool_use" and draft.role == "assistant":
         check_part_keys(part, kind, where)
         call = {"id": part.get("id"), "name": part.get("name"), "arguments": part.get("input")}
-        return _add_calls(draft, call, tools)
+        return _add_calls(draft, call, schemas)
     raise BadSampleError(
         "unsupported" if given in _REFUSED_PARTS else "missing_key",
         f"{where} has the part {brief(part)}; use {{'type': 'text', 'text': ...}}, "
@@ -358,8 +364,8 @@ def _add_part(draft: Draft, part: Any, where: str, tools: Sequence[dict[str, Any
     )
 
 
-def _add_calls(draft: Draft, value: Any, tools: Sequence[dict[str, Any]]) -> None:
-    calls, ids = tool_calls.read_calls(value, draft.where, tools)
+def _add_calls(draft: Draft, value: Any, schemas: tool_calls.Schemas) -> None:
+    calls, ids = tool_calls.read_calls(value, draft.where, schemas)
     draft.calls += calls
     draft.call_ids += ids
 

@@ -23,8 +23,10 @@ _THOUGHT = re.compile(r"\s*(<think>.*?</think>)\s*", re.DOTALL)
 # Keys of Anthropic's definitions, as OpenAI names them.
 _ANTHROPIC = {"input_schema": "parameters"}
 
+Schemas = Mapping[str, Any] | None
 
-def read_tools(value: Any) -> list[dict[str, Any]]:
+
+def read_tools(value: Any, nulls_are_values: bool = False) -> list[dict[str, Any]]:
     """The definitions of a row.
 
     Args:
@@ -36,14 +38,15 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
     tools = [] if is_empty(value) else from_text(value)
     if not isinstance(tools, list | tuple):
         raise _bad_tools(f"are {brief(value)!r}, no list of definitions and no JSON text of one")
-    found = [_definition(tool, isinstance(value, str) or isinstance(tool, str)) for tool in tools]
+    are_meant = nulls_are_values or isinstance(value, str)
+    found = [_definition(tool, are_meant or isinstance(tool, str)) for tool in tools]
     names = [each["function"]["name"] for each in found]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise _bad_tools(f"have several definitions of {', '.join(twice)}")
     return found
 
 
-def _definition(tool: Any, is_text: bool) -> dict[str, Any]:
+def _definition(tool: Any, nulls_are_values: bool) -> dict[str, Any]:
     tool = from_text(tool)
     if not isinstance(tool, Mapping):
         raise _bad_tools(f"have {brief(tool)!r}, no object")
@@ -57,7 +60,7 @@ def _definition(tool: Any, is_text: bool) -> dict[str, Any]:
     function = {
         _ANTHROPIC.get(key, key): each for key, each in function.items() if each is not None
     }
-    if not is_text:
+    if not nulls_are_values:
         function = {key: schema_without_nulls(each, each) for key, each in function.items()}
     if "parameters" in function:
         function["parameters"] = from_text(function["parameters"])
@@ -74,18 +77,17 @@ def _bad_tools(reason: str) -> BadSampleError:
 
 
 def read_calls(
-    value: Any, where: str, tools: Sequence[Mapping[str, Any]] = ()
+    value: Any, where: str, schemas: Schemas
 ) -> tuple[list[dict[str, Any]], list[str | None]]:
     """The calls of a message and their ids; without arguments they have none.
 
     Args:
         value: one call or a list of calls, wrapped or bare, or the JSON text.
-        tools: the definitions of the row.
+        schemas: of the arguments, by name; None where nulls are values.
 
     Raises:
         BadSampleError: a call without a name, or whose arguments are no object.
     """
-    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
     found = from_text(value)
     calls = [found] if isinstance(found, Mapping) else found
     if not isinstance(calls, list | tuple) or not calls:
@@ -99,14 +101,7 @@ def read_calls(
     return [call for call, _ in read], [each for _, each in read]
 
 
-def _call(
-    call: Any, where: str, schemas: Mapping[str, Any] | None
-) -> tuple[dict[str, Any], str | None]:
-    """A call and its id.
-
-    Args:
-        schemas: of the arguments, by name; None where null is null.
-    """
+def _call(call: Any, where: str, schemas: Schemas) -> tuple[dict[str, Any], str | None]:
     if not isinstance(call, Mapping):
         raise _bad_call(where, f"{brief(call)!r}, which is no object")
     call = {key: value for key, value in call.items() if value is not None}

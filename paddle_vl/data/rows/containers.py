@@ -99,6 +99,11 @@ def _repository(folder: Path, split: str | None, subset: str | None) -> list[Pat
         if not (folder / subset).is_dir():
             raise RuntimeError(f"{folder} has no subset {subset!r}: there is no such folder")
         return files_of(folder / subset, split)
+    if inside := sorted(folder.rglob(META)):
+        raise RuntimeError(
+            f"{inside[0].parent} in {folder} is a data set of Megatron Energon with splits of its "
+            "own: name that folder"
+        )
     splits: dict[str, list[Path]] = {}
     for file in visible(folder.rglob("*"), folder):
         inner = file.relative_to(folder).as_posix().lower()

@@ -5,6 +5,7 @@ allowed, and refusals name no folder of this machine; what has no room is not de
 are no text.
 """
 
+import json
 from copy import copy
 
 import numpy as np
@@ -110,6 +111,28 @@ def test_refusals_by_a_template_name_no_folder(processor, tmp_path, template, te
         prompts.of_chat([{"role": "user", "content": "What?"}], [], {})
     assert caught.value.message.startswith(text)
     assert str(tmp_path) not in caught.value.message
+
+
+def test_nulls_of_calls_and_tools_are_rendered(processor, tmp_path):
+    """As by transformers 5.24; those of data may be of a table, which fills them in."""
+    processor.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ tools | tojson }}{% for m in messages %}{{ m.content }}<|im_end|>"
+        "{% for c in m.tool_calls or () %}{{ c.function | tojson }}{% endfor %}{% endfor %}"
+    )
+    own = VLProcessor.from_pretrained(tmp_path)
+    city = {"type": "string", "default": None}
+    call = {"name": "f", "arguments": {"city": None}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"city": city}}}]
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "tool_calls": [{"function": call}]},
+        {"role": "tool", "content": "c"},
+    ]
+    wanted = f"{json.dumps(tools)}a<|im_end|>b<|im_end|>{json.dumps(call)}c<|im_end|>"
+    assert own.apply_chat_template(messages, tools=tools) == wanted
+    prompt = Prompts(own, 448, 1000, MediaRules()).of_chat(messages, tools, {})
+    assert own.decode(prompt.ids, False) == wanted
 
 
 def test_private_addresses_are_not_fetched_and_long_prompts_not_decoded(processor, monkeypatch):

@@ -233,6 +233,9 @@ def _parsed(
             )
     row = {"tools": tools}
     return [
-        parse_record(row | {"messages": each, "images": [*(own or ())], "videos": [*(clips or ())]})
+        parse_record(
+            row | {"messages": each, "images": [*(own or ())], "videos": [*(clips or ())]},
+            nulls_are_values=True,
+        )
         for each, own, clips in zip(batch, *media.values(), strict=True)
     ]

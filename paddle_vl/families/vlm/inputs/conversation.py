@@ -171,9 +171,11 @@ class RowReader:
         return Conversation(replace(canonical, messages=messages))
 
 
-def parse_record(record: Mapping[str, Any], directory: Path | None = None) -> Conversation:
-    """The conversation of a record of any format; see `RowReader`."""
-    return RowReader()(record, directory)
+def parse_record(
+    record: Mapping[str, Any], directory: Path | None = None, **settings: Any
+) -> Conversation:
+    """The conversation of a record of any format; see `RowReader`, and `RowSettings`."""
+    return RowReader(RowSettings(**settings))(record, directory)
 
 
 def _with_sources(message: Message, folder: MediaFolder) -> Message:
