@@ -271,7 +271,7 @@ def _parsed(text: str, kind: type) -> Any:
 
 def _null(text: str) -> None:
     # Qwen3.5's template writes None, True and False as Python does.
-    if text.strip() != "None" and text.strip().lower() != "null":
+    if text != "None" and text.lower() != "null":
         raise ValueError("it is no null")
 
 

@@ -51,7 +51,8 @@ def called(value: str, schema=None, end: str = "\n</parameter>\n"):
         ({"type": "object"}, '{"a": [true, null]}', {"a": [True, None]}),
         ({"type": "object"}, '{"a": NaN}', '{"a": NaN}'), ({"type": "int"}, "3", 3),
         ({"type": "uint"}, "3", 3), ({"type": " Integer"}, "3", 3),
-        ({"type": ["string", "null"]}, "NULL", None), ({"type": ["string", "null"]}, "no", "no"),
+        ({"type": ["string", "null"]}, "NULL", None),
+        ({"type": ["string", "null"]}, "null ", "null "),
         ({}, "12", "12"), (None, "12", "12"),
         # Qwen3.5's template writes null as Python does.
         ({"type": ["string", "null"]}, "None", None), ({"type": "null"}, "None", None),
