@@ -2,14 +2,14 @@
 
 Calls are read in both forms that Qwen's templates ask for, inside of `<tool_call>`: a JSON object,
 and `<function=NAME>` with `<parameter=NAME>` (Qwen3.5), whose values are plain texts that the
-tool's schema gives their types. What vLLM's parsers of both forms (0.33) read is read alike, but a
-call that is broken, or short of a parameter, stays text.
+tool's schema gives their types. What vLLM's parsers of both forms (0.33) read within `<tool_call>`
+is read alike, but a call that is broken, or short of a parameter, stays text.
 """
 
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,13 @@ from paddle_vl.generation.text_pieces import Decode, TextStream
 
 THINK, THINK_END = "<think>", "</think>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"
-_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
+_FUNCTION, _FUNCTION_END = "<function=", "</function>"
+# Of several in a row; values may have tags.
+_A_FUNCTION = re.compile(
+    r"\s*(?:<tool_call>\s*)?<function=([^>\n]+)>(.*?)</function>\s*"
+    r"(?=(?:<tool_call>\s*)?<function=|\Z)",
+    re.DOTALL,
+)
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 
 
@@ -98,21 +104,22 @@ class AnswerReader:
             self._stage = "reasoning" if begin.startswith(THINK) else "content"
             if self._stage == "reasoning":
                 text, self._trims = begin[len(THINK) :], True
-        while True:
-            before, mark, text = _split(text, self._marks())
+        while not self.is_stopped:
+            first = _end_of_function(text) if self._stage == "call" else 0
+            before, mark, rest = _split(text, self._marks(), first)
             if is_last and not mark:
-                before, text = before + text, ""
+                before, rest = before + rest, ""
             if self._stage != "call":
-                self._add_text(parts, before, is_end=is_last or mark != "")
+                self._add_text(parts, before, is_end=is_last and not mark)
                 self._turn(mark)
-            elif mark == CALL_END:
-                self._add_call(parts, before)
+                text = rest
+                if not mark:
+                    break
             elif mark or is_last:
-                self._stage, text = self._stage_before, mark + text
-                self._add_text(parts, CALL + before, is_end=is_last)
+                calls = None if mark == THINK_END else read_calls(before, self._tools or {})
+                self._add_calls(parts, calls)
+                text = rest if calls else before + mark + rest
             else:
-                text = before + text
-            if not mark or self.is_stopped:
                 break
         self._open = text
         ends = is_last or self.is_stopped
@@ -158,46 +165,58 @@ class AnswerReader:
             parts.content += kept
             self._has_content = self._has_content or kept != ""
 
-    def _add_call(self, parts: Parts, body: str) -> None:
-        """A complete call, which ends reasoning; a broken one is text."""
-        tools, lead, text = self._tools or {}, "", CALL + body + CALL_END
-        call = read_call(body, tools)
-        if call is None and CALL in body:
-            # A mark that nothing ends may stand before it.
-            lead, _, last = text.rpartition(CALL)
-            call = read_call(last.removesuffix(CALL_END), tools)
+    def _add_calls(self, parts: Parts, calls: list[tuple[str, str]] | None) -> None:
+        """Complete calls, which end reasoning; of broken ones the mark is text."""
         self._stage = self._stage_before
-        if call is None or lead:
-            self._add_text(parts, text if call is None else lead, is_end=call is not None)
-        if call is None or self.is_stopped:
+        self._add_text(parts, "" if calls else CALL, is_end=calls is not None)
+        if calls is None:
             return
-        if self._several or not self.has_calls:
-            parts.calls.append(call)
+        parts.calls += calls if self._several else calls[: not self.has_calls]
         self.has_calls, self._is_unclosed = True, self._is_unclosed or self._stage == "reasoning"
         self._stage = "content"
         self._drop_space()
 
 
-def read_call(body: str, tools: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The name and the arguments as JSON of the text of a call; None if it is broken.
+def read_calls(body: str, tools: Mapping[str, Any]) -> list[tuple[str, str]] | None:
+    """Names and arguments as JSON of the text in a `<tool_call>`; None if a call is broken.
 
     Args:
         tools: the schemas of the arguments by the tools' names.
     """
     try:
-        if found := _FUNCTION.fullmatch(body):
-            name = found[1].strip()
-            arguments = _parameters(found[2], tools.get(name))
-        else:
-            call = parse_value(body)
-            name, arguments = call["name"], from_text(call["arguments"])
-        if not (isinstance(name, str) and name and isinstance(arguments, dict)):
-            return None
-        text = json.dumps(arguments, ensure_ascii=False)
-        check_unicode(name + text)
+        if body.lstrip().startswith(_FUNCTION):
+            return [_checked(*each) for each in _functions(body, tools)]
+        call = parse_value(body)
+        return [_checked(call["name"], from_text(call["arguments"]))]
     except (ValueError, LookupError, TypeError):
         return None
+
+
+def _checked(name: Any, arguments: Any) -> tuple[str, str]:
+    """A call; a ValueError if it is none."""
+    if not (isinstance(name, str) and name and isinstance(arguments, dict)):
+        raise ValueError("a name and an object are needed")
+    text = json.dumps(arguments, ensure_ascii=False)
+    check_unicode(name + text)
     return name, text
+
+
+def _end_of_function(text: str) -> int:
+    """Where the end of a call may stand, of which no mark within a function is one."""
+    if not text.lstrip().startswith(_FUNCTION):
+        return 0
+    at = text.find(_FUNCTION_END)
+    return len(text) if at < 0 else at
+
+
+def _functions(text: str, tools: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names and arguments of functions; a ValueError for what is none."""
+    at = 0
+    while at < len(text):
+        if (found := _A_FUNCTION.match(text, at)) is None:
+            raise ValueError("a function does not end")
+        name, at = found[1].strip(), found.end()
+        yield name, _parameters(found[2], tools.get(name))
 
 
 def _parameters(text: str, schema: Any) -> dict[str, Any]:
@@ -222,6 +241,10 @@ def _value(text: str, types: Collection[str]) -> Any:
         if name in types:
             with suppress(ValueError, LookupError):
                 return read(text)
+    # 1.0 is an integer of JSON Schema; where texts are allowed it stays one, as in vLLM.
+    if "integer" in types and "string" not in types:
+        with suppress(ValueError):
+            return _integer(text)
     return text
 
 
@@ -246,12 +269,16 @@ def _parsed(text: str, kind: type) -> Any:
     return value
 
 
-# Qwen3.5's template writes None, True and False as Python does.
-_NULLS = {"null": None, "None": None}
+def _null(text: str) -> None:
+    # Qwen3.5's template writes None, True and False as Python does.
+    if text != "None" and text.lower() != "null":
+        raise ValueError("it is no null")
+
+
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 _READERS: dict[str, Callable[[str], Any]] = {
-    "null": lambda text: _NULLS[text.strip()],
-    "integer": _integer,
+    "null": _null,
+    "integer": int,
     "number": _number,
     "boolean": lambda text: _BOOLEANS[text.strip().lower()],
     "object": lambda text: _parsed(text, dict),
@@ -259,10 +286,10 @@ _READERS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def _split(text: str, marks: Sequence[str]) -> tuple[str, str, str]:
-    """The text before the mark that ends first, it and the text after it; without one, the text
-    that is certain, "" and the end that may begin a mark."""
-    found = [(at + len(mark), at, mark) for mark in marks if (at := text.find(mark)) >= 0]
+def _split(text: str, marks: Sequence[str], begin: int = 0) -> tuple[str, str, str]:
+    """The text before the mark from `begin` on that ends first, it and the text after it; without
+    one, the text that is certain, "" and the end that may begin a mark."""
+    found = [(at + len(mark), at, mark) for mark in marks if (at := text.find(mark, begin)) >= 0]
     if found:
         _, at, mark = min(found)
         return text[:at], mark, text[at + len(mark) :]

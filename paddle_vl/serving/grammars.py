@@ -82,7 +82,7 @@ class Grammars:
         for i, (name, schema) in enumerate(tools.items()):
             head = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
             rules += [f'tool_{i}: {head} arguments_{i} "}}"']
-            rules += [json_rule(schema or {"type": "object"}, f"arguments_{i}")]
+            rules += [json_rule({"type": "object", **(schema or {})}, f"arguments_{i}")]
         return "\n".join(rules)
 
     def _mark(self, text: str) -> str:
@@ -99,24 +99,27 @@ def json_rule(schema: Any, name: str = "root") -> str:
             isinstance(own, Mapping) and own.get("whitespace_flexible") is not False
         ):
             own = {**_SPACE, **(own or {})}
-        schema = {**_known_formats(schema), "x-guidance": own}
+        schema = {**_saying(schema), "x-guidance": own}
     return f"{name}: %json {json.dumps(schema)}"
 
 
-def _known_formats(schema: Any) -> Any:
-    """A schema without formats that are not known, which JSON Schema ignores."""
+def _saying(schema: Any) -> Any:
+    """A schema without what says nothing in JSON Schema and llguidance refuses: formats that are
+    not known, and that names of properties are texts, as zod writes it."""
     if isinstance(schema, list):
-        return [*map(_known_formats, schema)]
+        return [*map(_saying, schema)]
     if not isinstance(schema, Mapping):
         return schema
     found = {}
     for key, each in schema.items():
         if key in SCHEMAS_BY_NAME and isinstance(each, Mapping):
-            found[key] = {name: _known_formats(one) for name, one in each.items()}
+            found[key] = {name: _saying(one) for name, one in each.items()}
         elif key in VALUES:
             found[key] = each
-        elif key != "format" or not isinstance(each, str) or each in _FORMATS:
-            found[key] = _known_formats(each)
+        elif key == "format" and isinstance(each, str) and each not in _FORMATS:
+            continue
+        elif key != "propertyNames" or each != {"type": "string"}:
+            found[key] = _saying(each)
     return found
 
 

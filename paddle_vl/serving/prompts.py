@@ -138,8 +138,9 @@ class Prompts:
         if (renderer := self.processor.template.renderer) is not None:
             yield renderer.name, "the chat template"
         for folder in (work, self._rules.folder):
-            if folder is not None:
+            if folder is not None and Path(folder).name:
                 yield f"{folder}/", ""
+                yield str(folder), "the server's folder"
 
     def _batch(self, row: Mapping[str, Any], work: Path) -> dict[str, np.ndarray]:
         """A row as the processor encodes it."""
@@ -197,7 +198,8 @@ def _literal(message: Any) -> Any:
     """A message whose text is literal: in plain contents of data, tags are places of images."""
     if not isinstance(message, Mapping):
         return message
-    message = {key: value for key, value in message.items() if value is not None}
+    # What OpenAI's client makes of an answer is no part of it.
+    message = {key: each for key, each in message.items() if each is not None and key != "parsed"}
     if message.get("role") == "developer":
         message["role"] = "system"
     content = message.get("content")

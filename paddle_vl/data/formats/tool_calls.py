@@ -111,8 +111,8 @@ def _call(call: Any, where: str, schemas: Schemas) -> tuple[dict[str, Any], str 
     if not isinstance(function, Mapping) or not _is_name(function.get("name")):
         raise _bad_call(where, f"{brief(call)} without a 'name'")
     function = {key: value for key, value in function.items() if value is not None}
-    # Clients that join a stream's pieces keep their index.
-    outer, inner = ("type", "id", "index", "function"), ("name", "arguments")
+    # OpenAI's client keeps the index in a stream, and adds what it makes of the arguments.
+    outer, inner = ("type", "id", "index", "function"), ("name", "arguments", "parsed_arguments")
     known = (("call", call, outer), ("function", function, inner))
     for what, given, keys in known if "function" in call else (("call", call, outer + inner),):
         for key in given:

@@ -14,8 +14,9 @@ SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "d
 VALUES = ("default", "const", "enum", "examples")
 # Other names of JSON's types, of which vLLM reads these as well.
 _NAMES = {
-    **dict.fromkeys(("str", "text", "char", "enum"), "string"),
+    **dict.fromkeys(("str", "text", "char", "varchar", "enum"), "string"),
     **dict.fromkeys(("int", "int32", "int64", "long", "short"), "integer"),
+    **dict.fromkeys(("unsigned", "uint", "uint32", "uint64"), "integer"),
     **dict.fromkeys(("float", "float32", "float64", "double"), "number"),
     **{"bool": "boolean", "dict": "object"},
     **dict.fromkeys(("list", "arr", "sequence"), "array"),
@@ -40,7 +41,7 @@ def types_of(schema: Any, root: Any) -> set[str]:
             types |= {_TYPES[type(value)] for value in values if type(value) in _TYPES}
         else:
             names = names if isinstance(names, list) else [names]
-            lower = [name.lower() for name in names if isinstance(name, str)]
+            lower = [name.strip().lower() for name in names if isinstance(name, str)]
             types |= {_NAMES.get(name, name) for name in lower}
         # As OpenAPI writes it.
         types |= {"null"} if each.get("nullable") is True else set()
@@ -73,8 +74,11 @@ def without_nulls(value: Any, schema: Any, root: Any) -> Any:
             if each is not None or (schemas[key]["anyOf"] and _has_null(schemas[key], root))
         }
     if isinstance(value, list):
-        items = {"anyOf": [each.get("items") for each in _alternatives(schema, root)]}
-        return [without_nulls(each, items, root) for each in value]
+        found = []
+        for each in _alternatives(schema, root):
+            for items in (each.get("items"), each.get("prefixItems")):
+                found += items if isinstance(items, list) else [items]
+        return [without_nulls(each, {"anyOf": found}, root) for each in value]
     return value
 
 
@@ -90,7 +94,8 @@ def schema_without_nulls(schema: Any, root: Any) -> Any:
     found = {}
     for key, each in schema.items():
         if key in VALUES and (each is not None or key in real):
-            found[key] = without_nulls(each, stated, root)
+            shape = {"items": stated} if key in ("enum", "examples") else stated
+            found[key] = without_nulls(each, shape, root)
         elif key in SCHEMAS_BY_NAME and isinstance(each, Mapping):
             named = {name: one for name, one in each.items() if one is not None}
             found[key] = {name: schema_without_nulls(one, root) for name, one in named.items()}
@@ -121,9 +126,10 @@ def _alternatives(schema: Any, root: Any) -> Iterator[Mapping[str, Any]]:
 
 def _referred(name: Any, root: Any) -> Any:
     """The schema at a JSON pointer; None if there is none."""
-    if not isinstance(name, str) or not name.startswith("#"):
+    if not isinstance(name, str) or not (name + "/").startswith("#/"):
         return None
     for key in unquote(name[1:]).split("/")[1:]:
         key = key.replace("~1", "/").replace("~0", "~")
-        root = root.get(key) if isinstance(root, Mapping) else None
+        each = {str(i): one for i, one in enumerate(root)} if isinstance(root, list) else root
+        root = each.get(key) if isinstance(each, Mapping) else None
     return root

@@ -13,15 +13,22 @@ from tests.support.openai_server import template_processor
 
 
 @pytest.fixture(scope="module")
-def takes(tmp_path_factory):
+def processor(tmp_path_factory):
+    return template_processor(tmp_path_factory.mktemp("processor"))
+
+
+@pytest.fixture(scope="module")
+def grammars(processor):
+    return Grammars(processor.tokenizer, 448, processor.eos_token_ids)
+
+
+@pytest.fixture(scope="module")
+def takes(processor, grammars):
     """Whether a rule lets an answer be a text."""
-    processor = template_processor(tmp_path_factory.mktemp("processor"))
-    ends = processor.eos_token_ids
-    grammars = Grammars(processor.tokenizer, 448, ends)
 
     def takes(rule: str, text: str) -> bool:
         constraint, ids = grammars.compiled(rule, False), processor.tokenizer.encode(text)
-        wanted = [*ids, ends[0]]
+        wanted = [*ids, processor.eos_token_ids[0]]
         return all(constraint(wanted[:i])[token_id] for i, token_id in enumerate(wanted))
 
     return takes
@@ -64,6 +71,28 @@ def test_unknown_formats_say_nothing(takes, name, wrapped, answer):
                                   "ipv4", "ipv6", "uuid", "uri"])  # fmt: skip
 def test_known_formats_hold(takes, name):
     assert not takes(json_rule({"type": "string", "format": name}), '" "')
+
+
+def test_names_of_properties_are_texts_anyway(takes):
+    """zod 4.6 writes it of every `z.record`."""
+    schema = {"type": "object", "propertyNames": {"type": "string"},
+              "additionalProperties": {"type": "integer"}}  # fmt: skip
+    assert takes(json_rule(schema), '{"a": 1}')
+    assert not takes(json_rule(schema), '{"a": "b"}')
+    with pytest.raises(ValueError, match="propertyNames"):
+        takes(json_rule({**schema, "propertyNames": {"enum": ["a"]}}), '{"a": 1}')
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [None, {}, {"properties": {"a": {"type": "integer"}}},
+     {"$ref": "#/$defs/A", "$defs": {"A": {"properties": {"a": {"type": "integer"}}}}}],
+)  # fmt: skip
+def test_arguments_of_calls_are_objects(takes, grammars, schema):
+    call = '<tool_call>\n{"name": "f", "arguments": ARGUMENTS}\n</tool_call>'
+    rule = grammars.calls({"f": schema}, False)
+    assert takes(rule, call.replace("ARGUMENTS", '{"a": 1}'))
+    assert not takes(rule, call.replace("ARGUMENTS", "1"))
 
 
 def test_what_is_called_format_is_no_format(takes):

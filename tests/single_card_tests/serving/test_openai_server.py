@@ -93,7 +93,8 @@ THINKS = {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
         ),
         (CALL, {}, {"content": CALL}),
         (CALL, {"tools": TOOLS, "tool_choice": "none"}, {"content": CALL}),
-        (CALL[:-13], {"tools": TOOLS}, {"content": CALL[:-13]}),
+        (CALL[:-13], {"tools": TOOLS}, {"calls": [WRITE], "reason": "tool_calls"}),
+        (CALL[:-14], {"tools": TOOLS}, {"content": CALL[:-14]}),
         ("<tool_call>3</tool_call>", {"tools": TOOLS}, {"content": "<tool_call>3</tool_call>"}),
     ],
 )
@@ -183,7 +184,8 @@ def test_earlier_calls_and_results_are_in_the_prompt(processor):
         first = chat(address, tools=TOOLS).choices[0].message
         result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "done 9"}
         said = first.model_dump()
-        # As clients join it of a stream.
+        # As clients join it of a stream, and OpenAI's (3.57) sends what its `parse` has given.
+        said["parsed"] = said["tool_calls"][0]["function"]["parsed_arguments"] = {"digit": 3}
         said["tool_calls"].append({"index": 1, "function": {"name": "look", "arguments": ""}})
         messages = [*QUESTION, said, result]
         chat(address, messages=messages, tools=TOOLS, tool_choice="none")

@@ -106,18 +106,29 @@ NULLABLE = [
         *((each, False) for each in ({"type": "string"}, {"enum": ["Bern"]}, {"const": "Bern"})),
     ],
 )
-def test_nulls_that_a_schema_has_are_values(city, is_kept):
+@pytest.mark.parametrize(
+    "items",
+    [
+        lambda each: {"type": "array", "items": each},
+        # Tuples, as pydantic 2.14 and zod 4.6 (draft 7) write them.
+        lambda each: {"type": "array", "prefixItems": [each]},
+        lambda each: {"type": "array", "items": [each]},
+    ],
+)
+def test_nulls_that_a_schema_has_are_values(city, is_kept, items):
     """By JSON Schema 2020-12, and OpenAPI 3.0's `nullable`."""
     city = {**city, "default": None}
-    nested = {"type": "array", "items": schema(city=city)}
+    nested = items(schema(city=city))
     whole = {**schema(city=city, all=nested), "$defs": {"City": {"type": ["string", "null"]}}}
     given = {"city": None, "other": None, "all": [{"city": None, "other": None}]}
+    whole["examples"] = [given]
     call = {"name": "tide", "arguments": given}
     row = to_canonical(called(*of_openai(call), tools=[{"name": "tide", "parameters": whole}]))
     null = {"city": None} if is_kept else {}
     assert row.messages[1]["tool_calls"][0]["function"]["arguments"] == {**null, "all": [null]}
-    found = row.tools[0]["function"]["parameters"]["properties"]["city"]
-    assert ("default" in found) is is_kept
+    found = row.tools[0]["function"]["parameters"]
+    assert ("default" in found["properties"]["city"]) is is_kept
+    assert found["examples"] == [{**null, "all": [null]}]
 
 
 def test_nulls_of_json_texts_stay():
