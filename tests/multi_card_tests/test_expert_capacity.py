@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from paddle_vl.testing import record_host_reads
-from tests.multi_card_tests.test_expert_parallel import EP2, MOE, MP2, OVERLAPS
+from tests.multi_card_tests.test_expert_parallel import EP2, FULL, MOE, MP2, OVERLAPS
 from tests.support.finished_runs import arrays_of, lasting, metrics_of
 from tests.support.launch import launch
 from tests.support.topology_runs import (
@@ -29,7 +29,6 @@ from tests.support.topology_runs import (
     write_mixed_run,
 )
 
-FULL = "train.recompute=full"
 TOPOLOGIES = {
     "sharding2 ep2": (2, [*SHARDING, EP2, FULL, *OVERLAPS]),
     "sharding2 ep2 mp2 stage 3": (4, [*SHARDING, *MP2, EP2, STAGE_3, FULL]),
