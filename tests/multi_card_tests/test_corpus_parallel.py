@@ -23,8 +23,6 @@ from tests.support.topology_runs import (
     train,
 )
 
-pytestmark = pytest.mark.heavy
-
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_lanes():

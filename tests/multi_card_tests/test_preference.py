@@ -2,10 +2,10 @@
 
 Guarantees, on pairs with shared images, images of their own and none, with the reference computed
 in the run: losses, rewards, accuracies, log-probabilities, evaluation by group, and every parameter
-after four steps are those of one device in a pipeline with tensor and sequence parallelism; a
-resumed run is bit-identical. So it is with rated answers (KTO), whose baseline is a mean over all
-ranks, experts with their balance loss in a pipeline, sharded adapters, the colocated schedule and
-stages of two chunks.
+after four steps are those of one device on data ranks, and (heavy) in a pipeline with tensor and
+sequence parallelism, where a resumed run is bit-identical. So it is (heavy) with rated answers
+(KTO), whose baseline is a mean over all ranks, experts with their balance loss in a pipeline,
+sharded adapters, the colocated schedule and stages of two chunks.
 """
 
 import json
@@ -34,7 +34,6 @@ from tests.support.topology_runs import (
     train,
 )
 
-pytestmark = pytest.mark.heavy
 MP2 = ["parallel.mp_degree=2", *SP]
 # Rewards are differences of sums of some tens of nats, which float32 rounds to 4e-6.
 OF_REWARDS = 4e-6
@@ -83,6 +82,7 @@ def run_file(tmp_path_factory) -> Path:
     return write_preference_run(tmp_path_factory.mktemp("run"), 16)
 
 
+@pytest.mark.heavy
 class TestPairs(EqualsOneDevice):
     topologies: ClassVar = {"mp2 pp2": (4, [*MP2, *PP])}
 
@@ -104,6 +104,11 @@ def assert_equals_one_device(
     assert_equal_metrics(folder / "several", folder / "one")
 
 
+def test_rewards_and_groups_are_those_of_one_device(run_file, tmp_path):
+    assert_equals_one_device(run_file, tmp_path, 2, ["parallel.dp_degree=2"], [MPO])
+
+
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("ranks", "topology", "model"),
     [
@@ -133,6 +138,7 @@ def test_the_baseline_of_rated_answers_is_that_of_all_ranks(tmp_path, ranks, top
     assert any(line["kl"] for line in lasting_metrics(tmp_path / "one") if "kl" in line)
 
 
+@pytest.mark.heavy
 def test_experts_and_their_balance_loss_equal_one_device(tmp_path):
     """The balance loss is a mean over micro-batches, which are the same here."""
     text = MODEL["text_config"] | EXPERTS
@@ -141,6 +147,7 @@ def test_experts_and_their_balance_loss_equal_one_device(tmp_path):
     assert_equals_one_device(run_file, tmp_path, 2, PP, [])
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("ranks", "topology", "settings"),
     [
@@ -153,6 +160,7 @@ def test_other_runs_equal_one_device(run_file, tmp_path, ranks, topology, settin
     assert_equals_one_device(run_file, tmp_path, ranks, topology, settings)
 
 
+@pytest.mark.heavy
 def test_stages_with_two_chunks_equal_one_device(tmp_path):
     """dualpipev needs four layers and four micro-batches."""
     text = MODEL["text_config"] | {"num_hidden_layers": 4}

@@ -1,9 +1,10 @@
-"""Training runs of Qwen3.5 on four ranks, against the same run file and global batch on one device.
-`tests/routes` has those on two.
+"""Training runs of Qwen3.5 on several ranks, against the same run file and global batch on one
+device. `tests/routes` has more on two.
 
-Guarantees: mixes of tensor parallelism with sequence parallelism, a pipeline, sharding stage 3 and
-expert parallelism give every metric, generated answer, parameter and moment of one device, from
-samples of different lengths with two images, one and none; a resumed run is bit-identical.
+Guarantees: tensor parallelism with sequence parallelism, and (heavy) its mixes with a pipeline,
+sharding stage 3 and expert parallelism give every metric, generated answer, parameter and moment of
+one device, from samples of different lengths with two images, one and none; a resumed run is
+bit-identical.
 """
 
 from pathlib import Path
@@ -29,7 +30,6 @@ from tests.support.topology_runs import (
     write_mixed_run,
 )
 
-pytestmark = pytest.mark.heavy
 EXPERTS = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
     "shared_expert_intermediate_size": 16, "output_router_logits": True,
@@ -60,10 +60,7 @@ class _Runs(EqualsOneDevice):
 
 
 class TestDense(_Runs):
-    topologies: ClassVar = {
-        "mp2 pp2": (4, [*MP, *PP, "parallel.pp_split=cost"]),
-        "sharding2 mp2 stage 3": (4, [*MP, *SHARDING, STAGE_3]),
-    }
+    topologies: ClassVar = {"mp2": (2, [*MP, "train.recompute=attention"])}
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -71,6 +68,15 @@ class TestDense(_Runs):
         return write_mixed_run(tmp_path_factory.mktemp("run"), 24, MODEL_3_5)
 
 
+@pytest.mark.heavy
+class TestDenseOnFourRanks(TestDense):
+    topologies: ClassVar = {
+        "mp2 pp2": (4, [*MP, *PP, "parallel.pp_split=cost"]),
+        "sharding2 mp2 stage 3": (4, [*MP, *SHARDING, STAGE_3]),
+    }
+
+
+@pytest.mark.heavy
 class TestExperts(_Runs):
     topologies: ClassVar = {
         "dp2 ep2 mp2": (4, ["parallel.dp_degree=2", "parallel.ep_degree=2", *MP]),
