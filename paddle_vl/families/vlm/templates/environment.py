@@ -69,7 +69,8 @@ class SandboxedTemplate:
             now: what `strftime_now` shows.
 
         Raises:
-            jinja2.TemplateError: broken syntax, or more than `MAX_TEMPLATE` characters.
+            jinja2.TemplateError: broken syntax, more than `MAX_TEMPLATE` characters, or a number of
+                more than 4300 digits.
         """
         if len(source) > MAX_TEMPLATE:
             raise TemplateLimitError(
@@ -80,6 +81,11 @@ class SandboxedTemplate:
             self._template = self._environment.from_string(source)
         except RecursionError as error:
             raise TemplateLimitError("the template is nested too deep to be compiled") from error
+        except ValueError as error:
+            # Python converts no number of more than 4300 decimal digits from or to text.
+            raise TemplateLimitError(
+                f"the template has a number that is too long: {error}"
+            ) from error
 
     def render(self, variables: Mapping[str, Any]) -> Rendered:
         """Render with these variables, plain JSON values.
