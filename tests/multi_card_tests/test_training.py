@@ -57,7 +57,6 @@ TOPOLOGIES = {
     ),
     "pp4 balanced memory": (4, [*PP4, *VIRTUAL, "parallel.pp_schedule=balanced_memory"]),
     "sharding2 pp2 with overlap": (4, [*SHARDING, *PP, *OVERLAP]),
-    "sharding2 mp2 stage 3": (4, [*MP2, *SHARDING, STAGE_3]),
     "dp2 sharding2 stage 3, kept": (
         4,
         ["parallel.dp_degree=2", *SHARDING, STAGE_3, "parallel.reshard_after_forward=false"],
