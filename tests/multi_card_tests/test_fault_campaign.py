@@ -31,8 +31,7 @@ from faults.verdict import (
 # `tools/fault_campaign.py --all`.
 CHOSEN = (
     "kill-in-replacement", "file-size-limit", "kill-worker", "kill-at-rename", "kill-rank-in-write",
-    "kill-in-write", "stale-lock", "cut-metrics", "damage-flip", "deleted-lock", "short-grace",
-    "power-loss",
+    "kill-in-write", "stale-lock", "cut-metrics", "deleted-lock",
 )  # fmt: skip
 
 
