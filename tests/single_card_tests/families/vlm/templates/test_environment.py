@@ -89,6 +89,13 @@ def test_a_template_beyond_a_mebibyte_or_nested_too_deep_is_not_compiled():
             SandboxedTemplate(source, NOW)
 
 
+@pytest.mark.parametrize("number", ["9" * 4301, "0x" + "f" * 4000])
+def test_a_number_that_python_does_not_convert_is_refused(number):
+    """`sys.int_info.default_max_str_digits` of Python 3.11 is 4300."""
+    with pytest.raises(TemplateLimitError, match="a number in it is too long"):
+        SandboxedTemplate("{{ " + number + " }}", NOW)
+
+
 def test_what_is_random_is_refused_and_the_clock_stands():
     for source in ("{{ lipsum() }}", "{{ [1, 2] | random }}"):
         with pytest.raises(TemplateError):
