@@ -7,6 +7,7 @@ started is killed with it. Does not load Paddle.
 import ctypes
 import os
 import platform
+import re
 import signal
 import subprocess
 import time
@@ -138,8 +139,7 @@ class Processes:
     def end_of_output(self, rank: int, num_lines: int) -> list[str]:
         """The last lines of a process's file."""
         file = self._outputs[rank]
-        text = "" if file is None else file.read_text(encoding="utf-8", errors="replace")
-        return text.splitlines()[-num_lines:]
+        return [] if file is None else last_lines(file, num_lines)
 
     def _running(self) -> list[subprocess.Popen]:
         return [process for process in self._processes if process.poll() is None]
@@ -188,6 +188,22 @@ def end_in_words(code: int) -> str:
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"
+
+
+def last_lines(file: Path, num_lines: int) -> list[str]:
+    """The last lines of a text file; none if it is missing."""
+    if not file.exists():
+        return []
+    return file.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:]
+
+
+def in_one_line(error: BaseException) -> str:
+    """Type and message of an error. Of Paddle's, which quotes the errors and stacks that it passed
+    through in further lines, the innermost."""
+    lines = str(error).split("\n")
+    inner = [line.strip() for line in lines[1:] if re.match(r"\s*\w*Error: ", line)]
+    outer = f"{type(error).__name__}: {next(filter(str.strip, lines), '').strip()}"
+    return inner[-1] if inner else outer
 
 
 def resident_bytes(pid: int | str = "self") -> int:

@@ -7,13 +7,14 @@ import argparse
 import logging
 import os
 import platform
+import re
 import shlex
 import sys
 import textwrap
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
@@ -35,6 +36,7 @@ from paddle_vl.cli.serve import SERVE, SERVE_POLICY
 from paddle_vl.cli.tokenize import TOKENIZE
 from paddle_vl.cli.train import REPORT, TRAIN
 from paddle_vl.parallel.launcher import LAUNCHER_VARIABLE, RANK_LOG_VARIABLE
+from paddle_vl.processes import in_one_line
 
 logger = logging.getLogger("paddle_vl")
 DEBUG_VARIABLE = "PADDLE_VL_DEBUG"
@@ -43,6 +45,8 @@ INTERRUPTED = 130
 MALLOC_VARIABLE, _CACHED_BLOCKS = "GLIBC_TUNABLES", "glibc.malloc.tcache_count"
 # Modules of Paddle and of what it imports, whose warnings concern Paddle's own code.
 _NOISY = r"(paddle|paddle2onnx|pkg_resources|setuptools|gast|astor|visualdl)(\.|$)"
+# How Paddle's C++ begins a message.
+_OF_PADDLE = re.compile(r"\s*(\([A-Z]\w+\) |-+\s+C\+\+ Traceback)")
 COMMANDS = (
     TRAIN, EVALUATE, GENERATE, CHAT, MERGE, EXPORT, SERVE, SERVE_POLICY, PROFILE, REPORT, TOKENIZE,
     SHOW_DATA, CONVERT_DATA, COMPUTE_STATS, PRECOMPUTE, DOWNLOAD, UPLOAD, CHECK_FOLDER, DOCTOR,
@@ -56,21 +60,12 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
     is_distributed = int(os.environ.get("PADDLE_TRAINERS_NUM", "1")) > 1
     try:
         code = main(arguments)
-    except Exception:
-        # Write the traceback to the rank's log too.
-        if rank_log := os.environ.get(RANK_LOG_VARIABLE):
-            with open(rank_log, "a", encoding="utf-8") as stream:
-                traceback.print_exc(file=stream)
-        if not is_distributed:
+    except Exception as error:
+        if not _is_rank():
             raise
-        traceback.print_exc()
+        _write_last_words(error)
         code = 1
     if is_distributed:
-        if code == 1 and LAUNCHER_VARIABLE not in os.environ:
-            # The last lines of the rank that failed first are the last that fleetrun shows.
-            rank = os.environ["PADDLE_TRAINER_ID"]
-            folder = os.environ.get("PADDLE_LOG_DIR", "the launcher's --log_dir")
-            print(f"rank {rank} failed; its log is {folder}/workerlog.{rank}", file=sys.stderr)
         # All work is done and written. Skip the teardown of Paddle's communication threads: other
         # ranks end at other times, an abort there would look like a failed run, and NCCL may wait
         # for a rank that has failed.
@@ -78,6 +73,29 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _is_rank() -> bool:
+    """Whether a launcher started this process, this package's or another."""
+    return LAUNCHER_VARIABLE in os.environ or int(os.environ.get("PADDLE_TRAINERS_NUM", "1")) > 1
+
+
+def _write_last_words(error: Exception) -> None:
+    """Write to a rank's log why it fails, in one last line, which launchers show."""
+    is_for_users = _is_meant_for_users(error)
+    text = " ".join(str(error).split()) if is_for_users else in_one_line(error)
+    line = f"error: {text}"
+    if LAUNCHER_VARIABLE not in os.environ:
+        # The last lines of the rank that failed first are the last that fleetrun shows.
+        rank = os.environ["PADDLE_TRAINER_ID"]
+        folder = os.environ.get("PADDLE_LOG_DIR", "the launcher's --log_dir")
+        line = f"rank {rank} failed: {text}; its log is {folder}/workerlog.{rank}"
+    # Rank 0 of this package's launcher has the terminal; the output of others is their log.
+    log, own = os.environ.get(RANK_LOG_VARIABLE), nullcontext(sys.stderr)
+    with open(log, "a", encoding="utf-8", errors="backslashreplace") if log else own as stream:
+        if not is_for_users or os.environ.get(DEBUG_VARIABLE) == "1":
+            traceback.print_exception(error, file=stream)
+        print(line, file=stream)
 
 
 def with_whole_blocks(environment: Mapping[str, str]) -> dict[str, str]:
@@ -138,7 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logger.error("interrupted")
         return INTERRUPTED
     except (ValueError, RuntimeError, OSError) as error:
-        if os.environ.get(DEBUG_VARIABLE) == "1" or not _is_meant_for_users(error):
+        is_debugged = os.environ.get(DEBUG_VARIABLE) == "1"
+        if is_debugged or _is_rank() or not _is_meant_for_users(error):
             raise
         logger.error("error: %s", error)
         return 1
@@ -202,8 +221,11 @@ def _explained(option: str, arguments: Sequence[str]) -> str:
 def _is_meant_for_users(error: Exception) -> bool:
     """Whether the message suffices: an OSError, or an error that this package raised.
 
-    An error from another package is a bug here and needs its traceback.
+    An error from another package is a bug here and needs its traceback; Paddle's C++ raises OSError
+    too.
     """
+    if _OF_PADDLE.match(str(error)):
+        return False
     if isinstance(error, OSError):
         return True
     frames = traceback.extract_tb(error.__traceback__)

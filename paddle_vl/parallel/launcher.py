@@ -6,8 +6,8 @@ when it is killed, and copies the output of rank 0 every two seconds. Here:
 
 - rank 0 writes to the terminal, the others to LOG_DIR/workerlog.RANK;
 - a stop request reaches every rank once, and the caller sets how long ranks may take;
-- a failed rank ends the others within seconds; its last lines and the path of its log are the last
-  ones that are shown;
+- a failed rank ends the others within seconds; the last line that is shown is its error with the
+  path of its log;
 - ranks end when this process does, see `paddle_vl.train.stop_signals`.
 
 Everything listens on loopback. Devices are assigned as Paddle's launcher does.
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paddle_vl.parallel.stop_requests import STOP_SIGNALS, StopRequest, StopRequests
-from paddle_vl.processes import NO_LIMITS, Failure, Limits, Processes
+from paddle_vl.processes import NO_LIMITS, Failure, Limits, Processes, last_lines
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,6 @@ _FAILURE_GRACE_S = 3.0
 _STRAGGLER_GRACE_S = 10.0
 # Added to the ranks' own time limit before they are killed.
 _KILL_MARGIN_S = 3.0
-_SHOWN_LINES = 12
 _NOT_SAVED = 1
 
 
@@ -127,6 +126,7 @@ class _Run:
             ports = [stack.enter_context(_reserved_port()) for _ in range(attempt.num_ranks)]
             environments = list(_environments(ports, self._log_dir, not self._is_quiet))
             self._requests.set_handlers()  # Paddle was imported to list the devices.
+            (self._log_dir / "workerlog.0").unlink(missing_ok=True)
             for rank, own in enumerate(environments):
                 file = self._log_dir / f"workerlog.{rank}"
                 variables = {**self._variables, **own}
@@ -166,12 +166,11 @@ class _Run:
         return True
 
     def _log_failure(self, failure: Failure) -> None:
-        if failure.rank > 0:
-            lines = self._ranks.end_of_output(failure.rank, _SHOWN_LINES)
-            shown = "\n".join(f"  {line}" for line in lines)
-            logger.error("the end of what rank %d wrote:\n%s", failure.rank, shown or "  (nothing)")
-        file = self._log_dir / f"workerlog.{failure.rank}"
-        logger.error("%s; its log is %s", failure, file)
+        file, what = self._log_dir / f"workerlog.{failure.rank}", str(failure)
+        # What a killed rank wrote last is not why it ended.
+        if failure.code > 0 and (lines := last_lines(file, 1)):
+            what = f"rank {failure.rank} failed: {lines[0].strip().removeprefix('error: ')}"
+        logger.error("%s; its log is %s", what, file)
 
     def _kill_unsaved(self) -> None:
         left = [rank for rank, code in enumerate(self._ranks.codes()) if code is None]
@@ -214,8 +213,9 @@ def _environments(
     inherited |= {LAUNCHER_VARIABLE: str(os.getpid()), "PADDLE_LOG_DIR": str(log_dir.resolve())}
     inherited[COMMAND_VARIABLE] = json.dumps(sys.argv)
     size = len(ports)
+    log_of_0 = {RANK_LOG_VARIABLE: str(log_dir / "workerlog.0")} if rank_0_is_shown else {}
     if size == 1:
-        yield inherited
+        yield inherited | log_of_0
         return
     endpoints = [f"127.0.0.1:{port}" for port in ports]
     devices = _device_variables(size)
@@ -233,8 +233,8 @@ def _environments(
             "PADDLE_CURRENT_ENDPOINT": endpoint,
             "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
         }
-        if rank == 0 and rank_0_is_shown:
-            own[RANK_LOG_VARIABLE] = str(log_dir / "workerlog.0")
+        if rank == 0:
+            own |= log_of_0
         yield inherited | own | devices[rank]
 
 

@@ -69,7 +69,7 @@ ALLOWED = {
     },
     "cli": {
         *("profile", "report", "train", "families", "generation", "checkpoint", "data", "export"),
-        *("doctor", "serving", "simulation", "threads"),
+        *("doctor", "serving", "simulation", "threads", "processes"),
         *("parallel", "nn", "batch", "config", "compat", "files"),
     },
     # Lazy imports of public names (and for type checkers); the command.

@@ -9,13 +9,18 @@ import numpy as np
 
 @dataclass
 class Quantity:
-    """One compared tensor: its error and tolerance in the same measure."""
+    """One compared tensor: its error and tolerance in the same measure.
+
+    Attributes:
+        found: what was compared, in units of that measure.
+    """
 
     group: str
     name: str
     error: float
     allowed: float
     note: str = ""
+    found: Any = 0.0
 
     @property
     def passed(self) -> bool:
@@ -58,25 +63,26 @@ class CaseReport:
     ) -> None:
         """Require max|found - wanted| <= tolerance."""
         if (pair := self._pair(group, name, found, wanted)) is not None:
-            self._add(group, name, _largest(pair[0] - pair[1]), tolerance)
+            self._add(group, name, _largest(pair[0] - pair[1]), tolerance, pair[0])
 
     def relative(
         self, group: str, name: str, found: Any, tolerance: float, wanted: Any = None
     ) -> None:
         """Require max|found - wanted| / max|wanted| <= tolerance."""
         if (pair := self._pair(group, name, found, wanted)) is not None:
+            largest = _largest(pair[1])
             if error := _largest(pair[0] - pair[1]):
-                largest = _largest(pair[1])
                 error = error / largest if largest else float("inf")
-            self._add(group, name, error, tolerance)
+            self._add(group, name, error, tolerance, pair[0] / (largest or 1.0))
 
     def near(
         self, group: str, name: str, found: Any, rtol: float, atol: float, wanted: Any = None
     ) -> None:
         """Require |found - wanted| <= rtol |wanted| + atol. The error is relative, as rtol is."""
         if (pair := self._pair(group, name, found, wanted)) is not None:
-            error = np.abs(pair[0] - pair[1]) / (np.abs(pair[1]) + atol / rtol)
-            self._add(group, name, _largest(error), rtol)
+            unit = np.abs(pair[1]) + atol / rtol
+            error = np.abs(pair[0] - pair[1]) / unit
+            self._add(group, name, _largest(error), rtol, pair[0] / unit)
 
     def fail(self, group: str, name: str, reason: str) -> None:
         """Record a quantity that could not be compared."""
@@ -101,8 +107,17 @@ class CaseReport:
         self.fail(group, name, f"shape {list(found.shape)}, golden {list(wanted.shape)}")
         return None
 
-    def _add(self, group: str, name: str, error: float, tolerance: float) -> None:
-        self.quantities.append(Quantity(group, name, error, tolerance * self.tolerance_scale))
+    def _add(self, group: str, name: str, error: float, tolerance: float, found: Any = 0.0) -> None:
+        allowed = tolerance * self.tolerance_scale
+        self.quantities.append(Quantity(group, name, error, allowed, found=found))
+
+    def changes(self, other: "CaseReport") -> dict[str, float]:
+        """Largest change of a quantity of each group from another run of the case."""
+        found: dict[str, float] = {}
+        for one, two in zip(self.quantities, other.quantities, strict=True):
+            change = _largest(np.asarray(one.found - two.found))
+            found[one.group] = max(found.get(one.group, 0.0), change)
+        return found
 
     def line(self) -> str:
         """One line: verdict, name, worst error of each group."""

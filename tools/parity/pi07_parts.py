@@ -95,7 +95,7 @@ def _run_without_expert(case: PI07Case, compare: Comparison) -> None:
         )
         inputs = {"prefix_view": model.decoder.view(prefix_positions(pad), block_mask(pad, marks))}
         found.append(array(model.decoder(embs, **inputs).prefix))
-    compare.exact("prefix", "with and without expert", found[1], found[0])
+    compare.value("prefix", "with and without expert", found[1], found[0])
     compare.value("prefix", "out.prefix_final", found[1], source.tensors["out.prefix_final"])
     suffix = paddle.to_tensor(source.tensors["in.suffix_embs"])
     try:

@@ -4,11 +4,9 @@ Tolerances are those of the golden README, for float32: activations and logits 6
 first DeltaNet layer's convolution, delta rule and state 5e-6, loss 1e-5, gradients 5e-5 relative to
 the largest entry of each tensor. Of most gradients a case has statistics only: the norm is compared
 at 5e-5 relative, the largest entry at twice that, the README names no tolerance for it, and the two
-sums at 5e-5 of the largest that a gradient of this norm may have, norm times sqrt(n). Along a
-trajectory the tolerance grows to about three times the drift that noise of 1e-7 in the weights
-causes. (The first updates of Adam are the signs of gradients, of which many are rounding; and where
-a token goes to another expert the loss jumps. The README's smaller drift is between two runs of one
-program.)
+sums at 5e-5 of the largest that a gradient of this norm may have, norm times sqrt(n). Where noise
+of 1e-7 in the weights changes a gradient by more than a third of that, the tolerance is three times
+this change. Trajectories are compared as Qwen3-VL's.
 
 The gated norms of the random models amplify rounding a hundredfold over the decoder, that of the
 tower too, of which the reference has as much as this package: its patch embedding is 2e-6 from
@@ -35,9 +33,11 @@ from parity.comparison import CaseReport
 from parity.golden import Qwen35Folders, QwenCase
 from parity.qwen_vl import (
     POSITION_INPUTS,
+    SPREAD,
     compare_gradients,
     compare_positions,
     compare_routers,
+    compare_steps,
     config_of,
     host_batch,
     of_towers,
@@ -51,17 +51,11 @@ FOLDERS = Qwen35Folders
 ACTIVATION, FIRST_LAYER, LOSS, GRADIENT = 6e-5, 5e-6, 1e-5, 5e-5
 # Single entries behind the whole decoder, see above.
 AMPLIFIED = 3e-4
-# Of step 0, 1, ... of a dense model and of one with experts: relative, of loss and gradient norm.
-DRIFT = {
-    False: (
-        (1e-5, 2e-5, 5e-5, 1e-4, 7e-4, 1e-3, 1e-3, 4e-3, 4e-3, 4e-3),
-        (5e-5, 5e-4, 5e-4, 5e-4, 3e-3, 3e-3, 2e-2, 2e-2, 2e-2, 3e-2),
-    ),
-    True: (
-        (1e-5, 5e-5, 1e-4, 3e-3, 3e-3, 6e-3, 4e-2, 4e-2, 1e-1, 1e-1),
-        (5e-5, 3e-3, 3e-3, 2e-2, 2e-2, 1e-1, 5e-1, 6e-1, 1.0, 1.0),
-    ),
-}
+# Of cases whose gradients noise of 1e-7 in the weights changes by more than a third of the
+# tolerance, the largest change in eight draws (`check_parity.py qwen3_5 DIR --noise 8`).
+NOISE = {
+    "moe_multi_image": 2.7e-5, "multi_image_right_pad": 4.4e-5, "packed": 6e-5, "text_only": 1.9e-4,
+}  # fmt: skip
 
 
 def run_cases(golden: Qwen35Folders, cases: list[QwenCase], scale: float, dtype: str):
@@ -152,7 +146,7 @@ def _run_forward(model, case: QwenCase, report: CaseReport) -> None:
         report.absolute("loss", "aux_loss", found, LOSS, tensors["aux_loss"].item())
     report.all_compared()
     output.loss.backward()
-    compare_gradients(model, case, report, GRADIENT)
+    compare_gradients(model, case, report, max(GRADIENT, 3 * NOISE.get(case.name, 0.0)))
 
 
 def _logits(output, only_last: bool) -> np.ndarray:
@@ -297,8 +291,5 @@ def _run_trajectory(golden: Qwen35Folders, model, case: QwenCase, report: CaseRe
     """Loss and gradient norm of each step of training."""
     batch = golden.case(case.meta["batch_from"]).inputs()
     wanted = case.meta["steps"]
-    steps = train_steps(model, batch, len(wanted))
-    loss_drift, norm_drift = DRIFT[model.config.text_config.has_experts(0)]
-    for i, (found, step) in enumerate(zip(steps, wanted, strict=True)):
-        report.relative("loss", f"loss of step {i}", found[0], loss_drift[i], step["loss"])
-        report.relative("norm", f"norm of step {i}", found[1], norm_drift[i], step["grad_norm"])
+    steps = train_steps(model, batch, case.meta["optimizer"], len(wanted))
+    compare_steps(steps, wanted, case.meta[SPREAD], LOSS, GRADIENT, report)

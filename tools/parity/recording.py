@@ -1,11 +1,15 @@
 """Outputs and inputs of layers, recorded with forward hooks, and gradients."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
+from unittest import mock
 
 import numpy as np
 import paddle
 from paddle import nn
+
+from paddle_vl.checkpoint import reading
 
 Own = TypeVar("Own", bound="Recording")
 
@@ -30,6 +34,19 @@ def gradients(model: Any) -> tuple[dict[str, np.ndarray], float]:
         if item.parameter.grad is not None
     }
     return found, sum(float(np.square(g, dtype=np.float64).sum()) for g in found.values()) ** 0.5
+
+
+@contextmanager
+def noisy_weights(seed: int) -> Iterator[None]:
+    """Inside the block every weight that is read is off by a factor of 1 + 1e-7 times noise."""
+    rng, own = np.random.default_rng(seed), reading.own_value
+
+    def noisy(*args: Any) -> np.ndarray:
+        value = own(*args)
+        return (value * (1 + 1e-7 * rng.standard_normal(value.shape))).astype(value.dtype)
+
+    with mock.patch.object(reading, "own_value", noisy):
+        yield
 
 
 class Recording:

@@ -22,6 +22,7 @@ from typing import Any
 
 import paddle_vl
 from paddle_vl.parallel.store import server
+from paddle_vl.processes import in_one_line
 from paddle_vl.threads import Watch, end_process
 
 logger = logging.getLogger(__name__)
@@ -192,8 +193,7 @@ class PeerWatch:
         self._is_over.set()
         problem = None
         if error is not None:
-            first_line = next(iter(str(error).strip().splitlines()), "")
-            problem = f"failed with {type(error).__name__}: {first_line}"
+            problem = f"failed with {in_one_line(error)}"
         for membership in of_this_process:
             membership.report_end(problem)
             # In a backward pass Paddle hides it in the text of another error.
