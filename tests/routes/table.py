@@ -18,7 +18,7 @@ _PP, _MP, _DP = "parallel.pp_degree=2", "parallel.mp_degree=2", "parallel.dp_deg
 _ULYSSES, _COLOCATED = "parallel.cp_attention=ulysses", "parallel.schedule=colocated"
 _EP = "parallel.ep_degree=2"
 # The same samples in twice as many micro-batches, for the schedules that want them.
-_HALVES = "halves"
+HALVES = "halves"
 
 # Settings by name; the number of ranks is the product of the degrees.
 TOPOLOGIES: dict[str, tuple[str, ...]] = {
@@ -36,8 +36,7 @@ TOPOLOGIES: dict[str, tuple[str, ...]] = {
     "cp2 ulysses": (*_CP, _ULYSSES),
     "cp2 ulysses stage 3": (*_CP, _ULYSSES, f"{_STAGE}3"),
     "colocated pp2": (_PP, _COLOCATED),
-    "colocated dp2": (_DP, _COLOCATED),
-    "colocated mp2 SP": (_MP, *SP, _COLOCATED, "parallel.encoder.mp_degree=2"),
+    "colocated pp2, divided tower": (_PP, _COLOCATED, "parallel.encoder.mp_degree=2"),
     "ep2 sharding2": (_EP, _SHARDING),
     "ep2 sharding2 stage 3": (_EP, _SHARDING, f"{_STAGE}3"),
     "ep2 dp2": (_EP, _DP),
@@ -54,7 +53,7 @@ TOPOLOGIES: dict[str, tuple[str, ...]] = {
     "cp2 ulysses mp2 SP": (*_CP[:2], _ULYSSES, _MP, SP[0], "data.pad_to_multiple_of=4"),
     "cp2 gather pp2": (*_CP, _PP),
     "cp2 ulysses pp2": (*_CP, _ULYSSES, _PP),
-    "pp2 dualpipev": (_PP, "parallel.pp_schedule=dualpipev", _HALVES),
+    "pp2 dualpipev": (_PP, "parallel.pp_schedule=dualpipev", HALVES),
     "colocated dp2 pp2": (_DP, _PP, _COLOCATED, "parallel.encoder.mp_degree=2"),
 }
 
@@ -92,34 +91,44 @@ _EXPERTS_3_5 = (
     "model.config.text_config.moe_intermediate_size=128",
     "model.config.text_config.shared_expert_intermediate_size=128",
 )
-_PLAIN = ("data.packing=false", "train.recompute=act")
+_PLAIN = ("data.packing=false", "data.packing_length=null", "train.recompute=act")
 _LORA = ("model.lora={r: 4, lora_alpha: 8, target_modules: [all-linear], modules_to_save: [mergers]}",)
 _LORA_EXPERTS = ("model.lora={r: 4, lora_alpha: 8, target_modules: [all-linear]}",)
 _DORA = (*_LORA, "model.lora.use_dora=true")
 _DPO = (
     "train.objective=preference",
     "preference.loss_type=[sigmoid, bco_pair, sft]",
-    "data.train=[{data}/pairs/train.jsonl]",
+    "data.train=[pairs/train.jsonl]",
+    "data.eval=[pairs/test.jsonl]",
 )
 _KTO = (
     "train.objective=preference",
     "preference.loss_type=[kto]",
-    "data.train=[{data}/pairs/rated.jsonl]",
+    "data.train=[pairs/rated.jsonl]",
+    "data.eval=[]",
     "data.packing=false",
+    "data.packing_length=null",
 )
 # Answers scored while training, the best checkpoint, averaged weights, freezing by step, rates by
 # part and layer.
 _WATCHED = (
-    "data.eval=[{data}/few.jsonl]",
+    "data.eval=[runs/digits/data/few.jsonl]",
     "train.eval_steps=1",
     "train.per_device_eval_batch_size=1",
     "train.eval={metrics: [exact_match, anls], num_samples: 4, max_new_tokens: 4}",
-    "train.best={metric: loss, patience: 9, load_at_end: true}",
+    "train.best={metric: loss, mode: min, patience: 9, load_at_end: true}",
     "train.ema={decay: 0.9}",
     "train.unfreeze=[{at: 1, patterns: [vision]}]",
     "train.layer_decay={vision: 0.8, language: 0.9}",
     "train.part_learning_rates={mergers: 5e-4}",
-    "model.freeze=[]",
+)
+_TOKENS = ("train.max_steps=null", "train.max_tokens=5000")
+_MIX_OF_QWEN3_5 = (
+    *_TOKENS,
+    "data.train=[{path: runs/digits_corpus/captions.jsonl, format: image_text, weight: 0.5}, "
+    "{path: runs/digits_corpus/pages.jsonl, format: interleaved, weight: 0.5}]",
+    "data.eval=[{path: runs/digits_corpus/held_out_text.jsonl, format: text}]",
+    "data.processor=runs/digits_corpus/processor",
 )
 
 
@@ -139,19 +148,19 @@ RUNS = {
     "dpo": Run(_VL, "preference, packed", _DIGITS, (*_from("packed"), *_DPO)),
     "kto": Run(_VL, "preference, rated", _DIGITS, (*_from("packed"), *_KTO), 8),
     "dpo lora": Run(_VL, "preference, LoRA", _DIGITS, (*_from("packed"), *_DPO, *_LORA)),
-    "mix": Run(_VL, "pretraining", _MIX),
+    "mix": Run(_VL, "pretraining", _MIX, _TOKENS),
     "answers": Run(_VL, "fine-tuning after pretraining", "quickstart/digits_answers.yaml", micro_batch=8),
     "bfloat16": Run(_VL, "bfloat16", _DIGITS, ("model.compute_dtype=bfloat16",)),
     "experts": Run(_MOE, "packed", _DIGITS, _EXPERTS),
     "experts lora": Run(_MOE, "LoRA", _DIGITS, (*_from("experts"), *_LORA_EXPERTS)),
     "experts dpo": Run(_MOE, "preference, packed", _DIGITS, (*_from("experts"), *_DPO)),
-    "experts mix": Run(_MOE, "pretraining", _MIX, _EXPERTS),
+    "experts mix": Run(_MOE, "pretraining", _MIX, (*_EXPERTS, *_TOKENS)),
     "experts watched": Run(_MOE, "answers while training, best, EMA, freezing, rates", _DIGITS, (*_EXPERTS, *_WATCHED)),
     "qwen3.5": Run(_3_5, "packed", _QWEN3_5),
     "qwen3.5 plain": Run(_3_5, "plain, recomputed", _QWEN3_5, _PLAIN, 8),
     "qwen3.5 lora": Run(_3_5, "LoRA", _QWEN3_5, (*_from("qwen3.5"), *_LORA)),
     "qwen3.5 dpo": Run(_3_5, "preference, packed", _QWEN3_5, (*_from("qwen3.5"), *_DPO)),
-    "qwen3.5 mix": Run(_3_5, "pretraining", _QWEN3_5, ("mix",)),
+    "qwen3.5 mix": Run(_3_5, "pretraining", _QWEN3_5, _MIX_OF_QWEN3_5),
     "qwen3.5 watched": Run(_3_5, "answers while training, best, EMA, freezing, rates", _QWEN3_5, _WATCHED),
     "qwen3.5 experts": Run(_3_5_MOE, "packed", _QWEN3_5, _EXPERTS_3_5),
     "pi07": Run("pi07 policy", "plain", _ARM),
@@ -192,11 +201,11 @@ TRAINING = [
         "cp2 gather": "cp2 ulysses stage 3",
         "cp2 ulysses": "cp2 gather stage 3",
         "colocated pp2": "pp2 by cost",
-        "colocated dp2": "colocated pp2",
+        "colocated pp2, divided tower": "colocated pp2",
     }),
     *_rows("plain", **{
         "dp2": "", "mp2": "", "pp2 by cost": "", "sharding2 stage 1": "", "sharding2 stage 2": "",
-        "sharding2 stage 3": "", "cp2 gather": "", "cp2 ulysses": "", "colocated mp2 SP": "",
+        "sharding2 stage 3": "", "cp2 gather": "", "cp2 ulysses": "", "colocated pp2": "",
     }),
     *_rows("watched", **{"mp2 SP": "pp2", "sharding2 stage 3": "", "colocated pp2": "", "cp2 gather": ""}),
     *_rows("lora", **{
@@ -226,7 +235,7 @@ TRAINING = [
         "dp2": "mp2 SP", "mp2 SP": "pp2", "pp2": "", "sharding2 stage 1": "", "sharding2 stage 2": "",
         "sharding2 stage 3": "", "colocated pp2": "",
     }),
-    *_rows("qwen3.5 plain", **{"mp2 SP": "", "colocated dp2": ""}),
+    *_rows("qwen3.5 plain", **{"mp2 SP": "", "colocated pp2": ""}),
     *_rows("qwen3.5 lora", **{"mp2 SP": "", "sharding2 stage 3": ""}),
     *_rows("qwen3.5 dpo", **{"mp2 SP": "", "pp2": ""}),
     *_rows("qwen3.5 mix", **{"dp2": ""}),
@@ -234,7 +243,7 @@ TRAINING = [
     *_rows("qwen3.5 experts", **{"ep2 sharding2": "", "ep2 mp2 SP": ""}),
     *_rows("pi07", **{
         "dp2": "mp2 SP", "mp2 SP": "pp2", "pp2": "", "sharding2 stage 1": "", "sharding2 stage 2": "",
-        "sharding2 stage 3": "1 rank", "colocated pp2": "", "colocated dp2": "",
+        "sharding2 stage 3": "1 rank", "colocated pp2": "", "colocated pp2, divided tower": "",
     }),
     *_rows("pi07 lora", **{"mp2 SP": "", "sharding2 stage 3": ""}),
     *_rows("pi07 watched", **{"sharding2 stage 2": "", "mp2 SP": ""}),
