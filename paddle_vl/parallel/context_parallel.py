@@ -95,6 +95,7 @@ class _AttendToAll(PyLayer):
     def forward(ctx, q_1QNH, k_1QKH, v_1QKH, mask, group, parts, records):
         groups = q_1QNH.shape[2] // k_1QKH.shape[2]
         ctx.group, ctx.parts, ctx.heads = group, [], [groups * part for part in parts]
+        needs = [records and not x.stop_gradient for x in (q_1QNH, k_1QKH, v_1QKH)]
         queries, outputs = paddle.split(q_1QNH, ctx.heads, axis=2), []
         pairs = zip(*(paddle.split(x, parts, axis=2) for x in (k_1QKH, v_1QKH)), strict=True)
         # All under way at once, those of the first part first.
@@ -104,38 +105,93 @@ class _AttendToAll(PyLayer):
         ]
         for q, pair in zip(queries, started, strict=True):
             inputs = [q.detach(), *(pending.result().unsqueeze(0) for pending in pair)]
-            for one, whole in zip(inputs, (q_1QNH, k_1QKH, v_1QKH), strict=True):
-                one.stop_gradient = whole.stop_gradient
+            graph = _Graph()
             with paddle.enable_grad() if records else nullcontext():
+                inputs = [graph.input(*one) for one in zip(inputs, needs, strict=True)]
                 output = _attended(inputs[0], inputs[1], inputs[2], mask)
-            ctx.parts.append((output, inputs))
-            outputs.append(output.detach())
-            # Their graph keeps the values that it needs.
-            for one in (output, *inputs):
-                one._clear_dataptr()
+                outputs.append(output.detach())
+                if any(needs):
+                    graph.end(output)
+            ctx.parts.append(graph)
         return _joined(outputs)
 
     @staticmethod
     def backward(ctx, grad_1QNH):
         group, of_queries, started = ctx.group, [], []
         for grad in paddle.split(grad_1QNH, ctx.heads, axis=2):
-            output, (q, *pair) = ctx.parts.pop(0)
-            paddle.autograd.backward([output], [grad])
-            of_queries.append(q.grad)
+            of_query, *of_pair = ctx.parts.pop(0).gradients(grad)
+            of_queries.append(of_query)
             started.append(
                 [
                     None
-                    if x.grad is None
-                    else _started(dist.stream.reduce_scatter, x.grad[0], group, 1 / group.nranks)
-                    for x in pair
+                    if x is None
+                    else _started(dist.stream.reduce_scatter, x[0], group, 1 / group.nranks)
+                    for x in of_pair
                 ]
             )
-            del output, q, pair
+            del of_query, of_pair
         of_pairs = [[one and one.result().unsqueeze(0) for one in pair] for pair in started]
         return tuple(
             None if of_parts[0] is None else _joined(of_parts)
             for of_parts in (of_queries, *zip(*of_pairs, strict=True))
         )
+
+
+class _Graph:
+    """A graph of which no tensor is held here, whichever its operations keep: gradients come in and
+    go out by its two ends."""
+
+    def __init__(self):
+        self._grads: list[Tensor | None] = []
+        self._end: Tensor | None = None
+
+    def input(self, x: Tensor, needs_gradient: bool) -> Tensor:
+        """`x` as an input of the graph."""
+        self._grads.append(None)
+        if not needs_gradient:
+            return x
+        begin = paddle.zeros([1])
+        begin.stop_gradient = False
+        return _Begin.apply(begin, lambda: x.detach(), self._grads, len(self._grads) - 1)
+
+    def end(self, output: Tensor) -> None:
+        """Its output; call it once."""
+        self._end = _End.apply(output, self._grads)
+        self._end._clear_dataptr()
+
+    def gradients(self, grad: Tensor) -> list[Tensor | None]:
+        """Of the inputs, None without one, for the gradient of the output; call it once."""
+        self._grads.append(grad)
+        paddle.autograd.backward([self._end], [paddle.zeros([1])])
+        return self._grads
+
+
+class _Begin(PyLayer):
+    """What a function gives (an argument that is returned would be taken for one changed in place);
+    its gradient goes into a list, so that no leaf keeps what the operations do not."""
+
+    @staticmethod
+    def forward(ctx, begin, value, grads, number):
+        ctx.grads, ctx.number = grads, number
+        return value()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.grads[ctx.number] = grad
+        return paddle.zeros([1])
+
+
+class _End(PyLayer):
+    """One number in place of the output, whose gradient is the last of a list."""
+
+    @staticmethod
+    def forward(ctx, output, grads):
+        ctx.grads = grads
+        return paddle.zeros([1])
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.grads.pop()
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -6,11 +6,14 @@ every gradient are those of one device, for rows with images and videos, packed 
 and experts with their balance, in the checked mode of the visual indices, from the patches of a
 rank's own items and (experts) from all; each item is encoded once; a layer sends the bytes of the
 formula and keeps those of the slice and the keys of all. With a hidden gather the bits are the
-same, and attention runs between the start and the end of half of its collectives.
+same, and attention runs between the start and the end of half of its collectives. All with the
+kernels that a command takes; packed rows, and rows and heads as long as those of the quickstart,
+also with those that it takes without a compiler, and with the plain operations.
 """
 
 import gc
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -29,6 +32,7 @@ from paddle_vl.families.vlm.inputs.collate import (
 )
 from paddle_vl.families.vlm.objective import VLBatchAdapter, sliced
 from paddle_vl.families.vlm.own_pixels import with_own_pixels
+from paddle_vl.nn.operations import Kernels, choose_kernels
 from paddle_vl.parallel import context_parallel
 from paddle_vl.parallel.collectives import all_reduce_gradients, all_reduce_partial_gradients
 from paddle_vl.parallel.context_parallel import ContextGroup
@@ -53,8 +57,19 @@ SAMPLES: dict[str, list[Any]] = {
     "packed": [(1, Image(4, 4), 3, 4), (5, 6, 7), (8, Video(2, 2, 4), 9), (3, 4, 5, 6, 7, 8)],
     # The second slice has no target.
     "short": [(1, 2, 3)],
+    # Several blocks of queries.
+    "long": [(*range(1, 60), Image(8, 8), *range(1, 60)) * 3, (*range(1, 60), Image(4, 4), 5)],
 }
 BATCHES = [*SAMPLES, "experts"]
+OTHER_KERNELS = [
+    *("uncompiled gather packed", "uncompiled gather long", "uncompiled ulysses long"),
+    "plain hidden packed",
+]
+# Heads of the quickstart.
+LONG = {
+    "hidden_size": 128, "intermediate_size": 256, "head_dim": 32,
+    "rope_scaling": {"rope_type": "default", "mrope_section": [8, 4, 4]},
+}  # fmt: skip
 LAYER = {"hidden_size": 64, "intermediate_size": 192, "vocab_size": 128}
 LAYER |= {"num_attention_heads": 8, "num_key_value_heads": 4}
 
@@ -66,7 +81,7 @@ WAYS: dict[str, dict[str, bool]] = {
 
 
 def model_of(name: str, topology: Topology | None = None, way: str = "gather") -> Any:
-    values = EXPERTS if name == "experts" else {}
+    values = {"experts": EXPERTS, "long": LONG}.get(name, {})
     model = tiny_model(**values)
     if topology is None:
         return model
@@ -92,6 +107,9 @@ def batch_of(name: str, model: Any) -> dict[str, Any]:
     if name == "packed":
         of_rows = SourcesCollator(PackedCollator(collate), ("even", "odd"))
         rows = [samples[:3], samples[3:]]
+    elif name == "long":
+        of_rows = SourcesCollator(PackedCollator(collate), ("even", "odd"))
+        rows = [samples]
     batch: Any = of_rows(rows)
     del batch["source_targets"]
     ops = model.placement.ops
@@ -193,7 +211,12 @@ def traffic(topology: Topology, way: str) -> list[tuple[str, int]]:
     return [(call.kind, call.num_bytes) for call in recording.calls if call.ranks == ranks]
 
 
-def kept(topology: Topology | None, tokens: int, way: str = "gather") -> int:
+def kept(topology: Topology) -> list[int]:
+    """Bytes that a layer of one device keeps, and of each way."""
+    return [kept_by(None, 64), *(kept_by(topology, 64, way) for way in WAYS)]
+
+
+def kept_by(topology: Topology | None, tokens: int, way: str = "gather") -> int:
     """Bytes that a decoder layer keeps for its backward pass."""
     found = []
     for layers in (3, 4):
@@ -231,14 +254,26 @@ def worker(degrees: dict[str, Any]) -> dict:
         for name in BATCHES
     }
     checks["bits"] = partial(with_other_bits, topology)
+    for case in OTHER_KERNELS:
+        kernels, way, name = case.split()
+        checks[case] = partial(chosen, kernels, partial(differences, topology, name, way))
     if not degrees:
         checks |= {
             "events": partial(events, topology),
             "gather traffic": partial(traffic, topology, "gather"),
             "ulysses traffic": partial(traffic, topology, "ulysses"),
-            "kept": lambda: [kept(None, 64), *(kept(topology, 64, way) for way in WAYS)],
+            "kept": partial(kept, topology),
+            "uncompiled kept": partial(chosen, "uncompiled", partial(kept, topology)),
         }
     return run_checks(checks)
+
+
+def chosen(kernels: Kernels, check: Callable[[], Any]) -> Any:
+    choose_kernels(kernels)
+    try:
+        return check()
+    finally:
+        choose_kernels("fused")
 
 
 @pytest.fixture(scope="module")
@@ -259,6 +294,12 @@ RANKS = ["of_two", pytest.param("of_four", marks=pytest.mark.heavy)]
 @pytest.mark.parametrize("ranks", RANKS)
 def test_loss_and_gradients_are_those_of_one_device(ranks, way, name, request):
     for found in outcome_of(request.getfixturevalue(ranks), f"{way} {name}"):
+        assert max(found) <= (TOPOLOGY, ""), max(found)
+
+
+@pytest.mark.parametrize("case", OTHER_KERNELS)
+def test_other_kernels_give_the_same(case, of_two):
+    for found in outcome_of(of_two, case):
         assert max(found) <= (TOPOLOGY, ""), max(found)
 
 
@@ -300,8 +341,12 @@ def test_exchanged_heads_send_the_bytes_of_the_formula(of_two):
         assert sorted(others) == ["all_reduce"] * 2 + ["alltoall_single"] * 2
 
 
-def test_a_layer_keeps_the_rows_of_its_slice_and_the_keys_of_all(of_two):
-    """Of 64 tokens a slice has 32, and keys and values of the other 32, 4 heads of width 8."""
-    for whole, *own in outcome_of(of_two, "kept"):
+@pytest.mark.parametrize("kernels", ["", "uncompiled "])
+def test_a_layer_keeps_the_rows_of_its_slice_and_the_keys_of_all(of_two, kernels):
+    """Of 64 tokens a slice has 32, and keys and values of the other 32, 4 heads of width 8. Kernels
+    that keep no copy of the output in any case keep it once more where heads come in parts, or
+    return: 32 rows of 8 heads."""
+    output = 0 if kernels else 32 * 8 * 8 * 4
+    for whole, *own in outcome_of(of_two, f"{kernels}kept"):
         gather = whole // 2 + 32 * (2 * 4 * 8 * 4)
-        assert own == [gather, gather, whole // 2]
+        assert own == [gather, gather + output, whole // 2 + output]

@@ -35,6 +35,7 @@ from typing import Any
 import pytest
 
 from tests.support import forked
+from tests.support.implementations import take_compiled
 
 POLL_INTERVAL = 0.02
 SHOWN_LINES = 40
@@ -209,6 +210,7 @@ def _run_as_rank(job: Path, result: Path) -> None:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     worker, arguments = pickle.loads(call)
+    take_compiled()
     result.write_bytes(pickle.dumps(worker(*arguments)))
     sys.stdout.flush()
     # For the reason given in paddle_vl.cli.main.run.
