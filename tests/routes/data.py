@@ -83,7 +83,7 @@ def _write_demonstrations(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["make_demonstrations.py", str(folder)])
         make_demonstrations.main()
-    write_rows(folder / "held_out.jsonl", rows_of(folder / "arm-joint.jsonl")[::24])
+    write_rows(folder / "held_out.jsonl", rows_of(folder / "arm-joint.jsonl")[5::24])
     # Beside the small Gemma 3 of the tests.
     gemma = shutil.copytree(folder / "processor", folder.with_name("gemma_processor"))
     character_tokenizer().save_pretrained(gemma)

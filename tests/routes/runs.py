@@ -86,6 +86,11 @@ class Started:
             time.sleep(POLL_INTERVAL)
         return found
 
+    def stop(self) -> None:
+        """Ask it to end; it ends with 0."""
+        os.kill(self.processes[0].pid, signal.SIGTERM)
+        self.wait()
+
 
 class Routes:
     """Runs command lines in one folder, and counts their processor seconds.
@@ -158,14 +163,6 @@ class Routes:
             started.wait()
         return _text(started.out[0]), _text(started.log[0])
 
-    @contextmanager
-    def serving(self, *words: str) -> Iterator[str]:
-        """A server; gives where it listens. It ends with 0 when it is asked to."""
-        with self.started(*words, "--port", "0") as started:
-            yield started.wait_for(r"\w+://127\.0\.0\.1:\d+(/v1)?")[0]
-            os.kill(started.processes[0].pid, signal.SIGTERM)
-            started.wait()
-
     def program(self, *words: str) -> str:
         """Run a whole process to its end; returns what it printed."""
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -217,7 +214,7 @@ class Routes:
         topology = TOPOLOGIES[row.topology]
         output = self.folder / self.new_path()
         words = ["train", *self.settings(run, topology), f"train.output_dir={output}"]
-        ranks = num_ranks(topology)
+        ranks = number_of_ranks(topology)
         if row.launcher:
             told = self.program(*_launched(row.launcher, ranks, words))
         else:
@@ -230,7 +227,7 @@ class Routes:
         for folder in (f"checkpoint-{SAVED}", "final"):  # That may have the best model.
             shutil.copytree(output / folder, resumed / folder)
         words = ["train", *self.settings(run, topology), f"train.output_dir={resumed}"]
-        self.command(*words, "train.resume_from_checkpoint=auto", ranks=num_ranks(topology))
+        self.command(*words, "train.resume_from_checkpoint=auto", ranks=number_of_ranks(topology))
         if row.then == row.topology:
             assert_same_bits(resumed, output)
         else:
@@ -250,7 +247,7 @@ def _text(file: Path) -> str:
     return file.read_text("utf-8", "backslashreplace") if file.exists() else ""
 
 
-def num_ranks(topology: Sequence[str]) -> int:
+def number_of_ranks(topology: Sequence[str]) -> int:
     """The product of the degrees; those of cp and ep lie within others."""
     degrees = re.findall(r"parallel\.(?:dp|mp|pp|sharding)_degree=(\d+)", " ".join(topology))
     return int(np.prod([int(degree) for degree in degrees], dtype=int))

@@ -1,7 +1,8 @@
-"""The commands of README and docs other than `train`, on what the training routes made.
+"""The commands of README and docs other than `train`, on models that were trained as they say.
 
-Guarantees: each of `table.COMMANDS` ends with 0, prints and writes what it should; `chat`, a server,
-an export and adapters that are merged or served give the answers of `generate`.
+Guarantees: each of `lines.LINES` ends with 0, prints and writes what it should; `chat`, a server,
+an export, and adapters that are merged or served give the answers of `generate`, a served policy
+and its export the actions of the policy, and a reference in advance the weights of one in the run.
 """
 
 import base64
@@ -11,107 +12,150 @@ import shlex
 import numpy as np
 import openai
 import pytest
+from safetensors.numpy import load_file
 from websockets.sync.client import connect
 
 from paddle_vl.export import load
 from paddle_vl.serving.msgpack_numpy import OPENPI
 from tests.routes.data import DATA
-from tests.routes.table import ADAPTERS, CHATS, COMMANDS, EXPORTS, POLICIES, Answers, Line
+from tests.routes.lines import (
+    ADAPTED,
+    CHATS,
+    DRAWN,
+    EXPORTED,
+    HEAVY_LINES,
+    LINES,
+    PRECOMPUTED,
+    SERVED,
+    Answers,
+    Line,
+)
+from tests.routes.runs import Routes, assert_equals, number_of_ranks
+from tests.routes.table import RUNS, TOPOLOGIES
+from tests.support.finished_runs import assert_close
 
-IMAGE, QUESTION, LONGEST = f"{DATA}/images/0000.png", "Which digit is this?", "6"
+IMAGE, QUESTION = f"{DATA}/images/0000.png", "Which digit is this?"
+SETTINGS = {"temperature": 2.0, "seed": 2}
+
+
+def named(row: Line | Answers) -> str:
+    return ", ".join(row.promised)
 
 
 @pytest.mark.parametrize(
-    "line",
-    [pytest.param(line, marks=[pytest.mark.heavy] * line.is_heavy) for line in COMMANDS],
-    ids=lambda line: f"{line.command}: {line.family}, {line.what}",
+    "row",
+    [*LINES, *(pytest.param(line, marks=pytest.mark.heavy) for line in HEAVY_LINES)],
+    ids=named,
 )
-def test_a_command_prints_and_writes_what_it_should(routes, line: Line):
-    path = routes.new_path()
-    words = [routes.filled(word.replace("{row}", path)) for word in shlex.split(line.line)]
-    printed = "\n".join(routes.command(*words, ranks=line.ranks))
-    print(printed[-1500:])
-    assert re.search(line.printed, printed), printed
-    for name in line.made:
-        assert (routes.folder / name.replace("{row}", path)).stat().st_size > 0, name
+def test_a_command_prints_and_writes_what_it_should(routes: Routes, row: Line):
+    path, topology = routes.new_path(), TOPOLOGIES[row.topology]
+    words = shlex.split(routes.filled(row.line.replace("{made}", path)))
+    printed = routes.command(*words, *topology, ranks=number_of_ranks(topology))
+    assert re.search(row.printed, "\n".join(printed)), printed
+    for end in row.made:
+        assert (routes.folder / f"{path}{end}").stat().st_size > 0, end
 
 
-def named(row: Answers) -> str:
-    return f"{row.command}: {row.family}"
+def generated(routes: Routes, model: str) -> str:
+    asked = ("--image", IMAGE, "--prompt", QUESTION, *DRAWN.split())
+    answer = routes.command("generate", model, *asked)[0].removesuffix("\n")
+    assert re.search(r"\w", answer), repr(answer)
+    return answer
 
 
-def generated(routes, model: str) -> str:
-    asked = ("--image", IMAGE, "--prompt", QUESTION, "--max-new-tokens", LONGEST)
-    return routes.command("generate", str(model), *asked)[0].removesuffix("\n")
+def said(routes: Routes, model: str) -> str:
+    typed = f"{IMAGE} {QUESTION}\n"
+    return routes.command("chat", model, *DRAWN.split(), typed=typed)[0].removesuffix("\n")
 
 
-def asked_of(address: str, model: str, folder) -> str:
-    client = openai.OpenAI(base_url=address, api_key="x", max_retries=0, timeout=120)
-    picture = base64.b64encode((folder / IMAGE).read_bytes()).decode()
+def served(routes: Routes, model: str, *more: str) -> str:
+    """The answer of a server that calls its model, or its adapters, `digits`."""
+    names = more or ("--served-model-name", "digits")
+    picture = base64.b64encode((routes.folder / IMAGE).read_bytes()).decode()
     content = [
         {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}},
         {"type": "text", "text": QUESTION},
     ]
-    answer = client.chat.completions.create(
-        model=model,
-        messages=[{"role": "user", "content": content}],
-        temperature=0,
-        max_tokens=int(LONGEST),
-    )
+    with routes.started("serve", model, *names, "--port", "0") as server:
+        address = server.wait_for(r"http://127\.0\.0\.1:\d+/v1")[0]
+        with openai.OpenAI(base_url=address, api_key="x", max_retries=0) as client:
+            answer = client.chat.completions.create(
+                model="digits",
+                messages=[{"role": "user", "content": content}],
+                max_tokens=6,
+                extra_body={"top_k": 50},
+                **SETTINGS,
+            )
+        server.stop()
     return answer.choices[0].message.content
 
 
 @pytest.mark.parametrize("row", CHATS, ids=named)
-def test_chat_and_a_server_give_the_answers_of_generate(routes, row: Answers):
+def test_chat_and_a_server_give_the_answers_of_generate(routes: Routes, row: Answers):
     model = str(routes.one_device(row.run))
-    wanted = generated(routes, model)
-    print(repr(wanted))
-    typed = f"{IMAGE} {QUESTION}\n"
-    said = routes.command("chat", model, "--max-new-tokens", LONGEST, typed=typed)[0]
-    assert said.removesuffix("\n") == wanted
-    with routes.serving("serve", model, "--served-model-name", "digits") as address:
-        assert asked_of(address, "digits", routes.folder) == wanted
+    found = {"chat": said, "serve": served}[row.command](routes, model)
+    assert found == generated(routes, model)
 
 
-@pytest.mark.parametrize("row", ADAPTERS, ids=named)
-def test_merged_and_served_adapters_give_the_answers_of_adapters(routes, row: Answers):
-    adapters, base = routes.one_device(row.run), routes.one_device("packed")
-    wanted, merged = generated(routes, adapters), routes.new_path()
-    routes.command("merge", str(adapters), merged)
-    assert generated(routes, merged) == wanted
-    with routes.serving(
-        "serve", str(base), "--served-model-name", "digits", "--lora-modules", f"doors={adapters}"
-    ) as address:
-        assert asked_of(address, "doors", routes.folder) == wanted
+@pytest.mark.parametrize("row", ADAPTED, ids=named)
+def test_merged_and_served_adapters_are_those_of_the_run(routes: Routes, row: Answers):
+    adapters = str(routes.one_device(row.run))
+    if row.command.startswith("serve"):
+        base = str(routes.one_device("packed"))
+        found = served(routes, base, "--lora-modules", f"digits={adapters}")
+        assert found == generated(routes, adapters)
+        return
+    checkpoint, merged = f"{adapters}/checkpoint-3", routes.new_path()
+    routes.command("merge", checkpoint, merged)
+    if row.run == "lora":
+        assert generated(routes, merged) == generated(routes, adapters)
+        return
+    found, wanted = (
+        load_file(routes.folder / folder / "model.safetensors")
+        for folder in (merged, f"{adapters}/final")
+    )
+    assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("row", EXPORTS, ids=named)
-def test_an_export_gives_the_answers_of_its_model(routes, row: Answers):
+@pytest.mark.parametrize("row", EXPORTED, ids=named)
+def test_an_export_gives_the_answers_of_its_model(routes: Routes, row: Answers):
     model, folder = str(routes.one_device(row.run)), routes.new_path()
-    wanted = generated(routes, model)
     routes.command("export", model, folder)
-    question = [{"role": "user", "content": f"<image>{QUESTION}"}]
-    exported = load(routes.folder / folder)
-    images = [routes.folder / IMAGE]
-    assert exported.ask(question, images, max_new_tokens=int(LONGEST)) == wanted
+    if row.command == "export":
+        question = [{"role": "user", "content": f"<image>{QUESTION}"}]
+        drawn = {"max_new_tokens": 6, "do_sample": True, **SETTINGS}
+        found = load(routes.folder / folder).ask(question, [routes.folder / IMAGE], **drawn)
+    else:
+        found = served(routes, folder)
+    assert found == generated(routes, model)
 
 
-def observation() -> dict:
-    rng = np.random.default_rng(0)
+@pytest.mark.parametrize("row", SERVED, ids=named)
+def test_a_served_policy_acts_as_it_does(routes: Routes, row: Answers):
+    model, rng = str(routes.one_device(row.run)), np.random.default_rng(0)
     image = rng.integers(0, 255, (56, 56, 3)).astype(np.uint8)
-    state = np.zeros(4, np.float32)
-    return {"prompt": "move to the mark", "state": state, "camera0": image, "camera1": image}
-
-
-@pytest.mark.parametrize("row", POLICIES, ids=named)
-def test_a_served_policy_and_its_export_act(routes, row: Answers):
-    model, folder = str(routes.one_device(row.run)), routes.new_path()
-    routes.command("export", model, folder)
-    actions = []
-    for served in (model, folder):
-        with routes.serving("serve-policy", served) as address, connect(address) as client:
+    seen = {"prompt": "move to the mark", "state": np.zeros(4, np.float32)}
+    seen |= {"camera0": image, "camera1": image}
+    folder = model
+    if "export" in row.command:
+        folder = routes.new_path()
+        routes.command("export", model, folder)
+    with routes.started("serve-policy", folder, "--port", "0", "--seed", "1") as server:
+        address = server.wait_for(r"ws://127\.0\.0\.1:\d+")[0]
+        with connect(address) as client:
             client.recv()
-            client.send(OPENPI.pack(observation()))
-            actions.append(OPENPI.unpack(client.recv())["actions"])
-    assert actions[0].shape == (8, 4)
-    np.testing.assert_allclose(actions[1], actions[0], rtol=1e-4, atol=1e-5)
+            client.send(OPENPI.pack(seen))
+            found = OPENPI.unpack(client.recv())["actions"]
+        server.stop()
+    print(found)
+    assert found.shape == (8, 4)
+
+
+@pytest.mark.parametrize("row", PRECOMPUTED, ids=named)
+def test_a_reference_in_advance_is_that_of_the_run(routes: Routes, row: Answers):
+    run, output = routes.one_device(row.run), routes.new_path()
+    routes.command("precompute-reference", f"{run}/config.yaml")
+    words = routes.settings(RUNS[row.run], ())
+    words += ["preference.precompute_ref_log_probs=true", f"train.output_dir={output}"]
+    routes.command("train", *words)
+    assert_equals(routes.folder / output, routes.folder / run)
