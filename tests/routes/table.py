@@ -171,7 +171,6 @@ _GEMMA = (
     "model.policy.prompt_max_length=16",
     "model.policy.response_max_length=16",
 )
-_BFLOAT16 = ("model.compute_dtype=bfloat16",)
 _MERGERS = _lora(modules_to_save="[mergers]")
 _DORA = _lora(use_dora="true")
 VL, MOE = "Qwen3-VL", "Qwen3-VL with experts"
@@ -188,7 +187,6 @@ RUNS = {
     "padded": Run(VL, "padded, recomputed", _DIGITS, (*_PADDED, "train.recompute=act"), 8),
     "videos": Run(VL, "videos", _DIGITS, _VIDEOS),
     "watched": Run(VL, _ANSWERING, _DIGITS, _ANSWERED),
-    "bfloat16": Run(VL, "bfloat16", _DIGITS, _BFLOAT16),
     "lora": Run(VL, "LoRA", _DIGITS, (*_from("packed"), *_MERGERS)),
     "adapters": Run(VL, "LoRA alone", _DIGITS, (*_from("packed"), *_lora())),
     "dora": Run(VL, "DoRA", _DIGITS, (*_from("packed"), *_DORA)),
@@ -208,7 +206,6 @@ RUNS = {
     "3.5 padded": Run(QWEN3_5, "padded", _DIGITS_3_5, _PADDED, 8),
     "3.5 videos": Run(QWEN3_5, "videos", _DIGITS_3_5, _VIDEOS),
     "3.5 watched": Run(QWEN3_5, _ANSWERING, _DIGITS_3_5, _ANSWERED),
-    "3.5 bfloat16": Run(QWEN3_5, "bfloat16", _DIGITS_3_5, _BFLOAT16),
     "3.5 lora": Run(QWEN3_5, "LoRA", _DIGITS_3_5, (*_from("3.5"), *_MERGERS)),
     "3.5 dora": Run(QWEN3_5, "DoRA", _DIGITS_3_5, (*_from("3.5"), *_DORA)),
     "3.5 dpo": Run(QWEN3_5, _PAIRS, _DIGITS_3_5, (*_from("3.5"), *_DPO)),
@@ -217,7 +214,6 @@ RUNS = {
     "3.5 moe": Run(QWEN3_5_MOE, "packed", _DIGITS_3_5, _EXPERTS_OF_QWEN3_5),
     "arm": Run(POLICY, "demonstrations", _ARM),
     "arm watched": Run(POLICY, _ACTING, _ARM, (*_ACTED, "data.image_transforms=openpi")),
-    "arm bfloat16": Run(POLICY, "bfloat16", _ARM, _BFLOAT16),
     "arm openpi": Run(POLICY, "LoRA of openpi", _ARM, (*_from("arm"), "model.lora=openpi")),
     "arm lerobot": Run(POLICY, "LoRA of LeRobot", _ARM, (*_from("arm"), "model.lora=lerobot")),
     "arm dora": Run(POLICY, "DoRA", _ARM, (*_from("arm"), *_DORA)),
@@ -276,7 +272,6 @@ CONVERSATIONS = [
     *_rows("padded", "sharding2 stage 3", "cp2 gather", "cp2 ulysses", "colocated pp2"),
     *_rows("videos", "mp2 SP", "cp2 gather", "cp2 ulysses", "colocated pp2"),
     *_rows("watched", "mp2 SP -> pp2", "sharding2 stage 3", "colocated pp2", "cp2 gather"),
-    *_rows("bfloat16", "1 rank -> 1 rank"),
     *_rows("lora", "mp2 SP -> sharding2 stage 3", "pp2", "cp2 gather", "cp2 ulysses"),
     *_rows("lora", "colocated pp2"),
     *_rows("dora", "mp2 SP", "sharding2 stage 3 -> pp2", "cp2 gather"),
@@ -303,7 +298,6 @@ FAMILIES = [
     *_rows("3.5 padded", "mp2 SP", "colocated pp2"),
     *_rows("3.5 videos", "mp2 SP"),
     *_rows("3.5 watched", "mp2 SP"),
-    *_rows("3.5 bfloat16", "1 rank -> 1 rank"),
     *_rows("3.5 lora", "mp2 SP", "sharding2 stage 3"),
     *_rows("3.5 dora", "pp2"),
     *_rows("3.5 dpo", "mp2 SP", "pp2"),
@@ -316,7 +310,6 @@ POLICIES = [
     *_rows("arm", "sharding2 stage 3 -> sharding2 stage 3", "colocated pp2"),
     *_rows("arm", "colocated pp2, tower mp2"),
     *_rows("arm watched", "sharding2 stage 2", "mp2 SP"),
-    *_rows("arm bfloat16", "1 rank -> 1 rank"),
     *_rows("arm openpi", "mp2 SP", "sharding2 stage 3"),
     *_rows("arm lerobot", "pp2"),
     *_rows("arm dora", "sharding2 stage 3"),

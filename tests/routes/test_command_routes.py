@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 from websockets.sync.client import connect
 
 from paddle_vl.export import load
+from paddle_vl.families.policy.demonstrations.sample import Stream, sample_rng
 from paddle_vl.serving.msgpack_numpy import OPENPI
 from tests.routes.data import DATA
 from tests.routes.lines import (
@@ -132,23 +133,25 @@ def test_an_export_gives_the_answers_of_its_model(routes: Routes, row: Answers):
 
 @pytest.mark.parametrize("row", SERVED, ids=named)
 def test_a_served_policy_acts_as_it_does(routes: Routes, row: Answers):
-    model, rng = str(routes.one_device(row.run)), np.random.default_rng(0)
-    image = rng.integers(0, 255, (56, 56, 3)).astype(np.uint8)
-    seen = {"prompt": "move to the mark", "state": np.zeros(4, np.float32)}
-    seen |= {"camera0": image, "camera1": image}
-    folder = model
-    if "export" in row.command:
+    model = folder = str(routes.one_device(row.run))
+    image = np.random.default_rng(0).integers(0, 255, (56, 56, 3)).astype(np.uint8)
+    state, task = np.zeros(4, np.float32), "move to the mark"
+    if row.command.endswith("export"):
         folder = routes.new_path()
         routes.command("export", model, folder)
     with routes.started("serve-policy", folder, "--port", "0", "--seed", "1") as server:
         address = server.wait_for(r"ws://127\.0\.0\.1:\d+")[0]
         with connect(address) as client:
             client.recv()
+            seen = {"prompt": task, "state": state, "camera0": image, "camera1": image}
             client.send(OPENPI.pack(seen))
             found = OPENPI.unpack(client.recv())["actions"]
         server.stop()
-    print(found)
-    assert found.shape == (8, 4)
+    policy = PI07LowLevelPolicy.from_pretrained(routes.folder / model / "final")
+    picture = image.transpose(2, 0, 1)[None] / np.float32(255)
+    seen = {"prompt": [task], "state": state[None], "camera0": picture, "camera1": picture}
+    noise = sample_rng(1, Stream.FLOW, 0).standard_normal((1, 8, 8), dtype=np.float32)
+    assert_close({"actions": found[None]}, {"actions": policy.sample_actions(seen, noise)})
 
 
 @pytest.mark.parametrize("row", PRECOMPUTED, ids=named)
