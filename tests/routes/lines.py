@@ -63,7 +63,7 @@ class Answers(NamedTuple):
         return "1 rank"
 
 
-_ASK = f"--image runs/digits/data/images/0000.png --prompt Digit? {DRAWN}"
+_ASK = f"--image runs/digits/data/images/0000.png --prompt 'Which digit is this?' {DRAWN}"
 _FILM = (
     "{tests}/data/lerobot/v21_video/videos/chunk-000/observation.images.front/episode_000000.mp4"
 )
@@ -134,7 +134,8 @@ LINES = [
     ),
     Line(
         VL, "times of a step",
-        "profile {packed}/config.yaml --warmup 1 --steps 2 --json {made}.json", "forward", (".json",),
+        "profile {packed}/config.yaml --warmup 1 --steps 2 --json {made}.json",
+        "forward", (".json",),
     ),
     Line(
         POLICY, "times of a step",

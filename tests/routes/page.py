@@ -23,17 +23,17 @@ def promises(ways: Iterable[tuple[Sequence[str], str]]) -> list[list[str]]:
     return [[*promised, "; ".join(ways)] for promised, ways in grouped.items()]
 
 
-def write_routes(page: Path, found: Sequence[tuple[Sequence[str], float]], marks: str) -> None:
+def write_routes(page: Path, found: Sequence[tuple[Sequence[str], float]], is_heavy: bool) -> None:
     """Write the table of the rows that a session ran.
 
     Args:
         found: of each row command, family, capability and way; its processor seconds.
-        marks: the session's expression of marks.
+        is_heavy: whether these are the heavy ones.
 
     Raises:
         ValueError: a row of the table did not run.
     """
-    name = OTHER if marks == "heavy" else DEFAULT
+    name = OTHER if is_heavy else DEFAULT
     seconds = {tuple(route): used for route, used in found}
     rows = [(row.promised, row.way) for row in ROWS[name]]
     if missing := [row for row in rows if (*row[0], row[1]) not in seconds]:

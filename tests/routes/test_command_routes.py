@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 from websockets.sync.client import connect
 
+from paddle_vl import PI07LowLevelPolicy
 from paddle_vl.export import load
 from paddle_vl.families.policy.demonstrations.sample import Stream, sample_rng
 from paddle_vl.serving.msgpack_numpy import OPENPI
