@@ -135,8 +135,9 @@ def test_an_export_gives_the_answers_of_its_model(routes: Routes, row: Answers):
 @pytest.mark.parametrize("row", SERVED, ids=named)
 def test_a_served_policy_acts_as_it_does(routes: Routes, row: Answers):
     model = folder = str(routes.one_device(row.run))
-    image = np.random.default_rng(0).integers(0, 255, (56, 56, 3)).astype(np.uint8)
-    state, task = np.zeros(4, np.float32), "move to the mark"
+    # Of the two steps that it sees.
+    image = np.random.default_rng(0).integers(0, 255, (2, 56, 56, 3)).astype(np.uint8)
+    state, task = np.zeros((2, 4), np.float32), "move to the mark"
     if row.command.endswith("export"):
         folder = routes.new_path()
         routes.command("export", model, folder)
@@ -149,8 +150,9 @@ def test_a_served_policy_acts_as_it_does(routes: Routes, row: Answers):
             found = OPENPI.unpack(client.recv())["actions"]
         server.stop()
     policy = PI07LowLevelPolicy.from_pretrained(routes.folder / model / "final")
-    picture = image.transpose(2, 0, 1)[None] / np.float32(255)
+    picture = image.transpose(0, 3, 1, 2)[None] / np.float32(255)
     seen = {"prompt": [task], "state": state[None], "camera0": picture, "camera1": picture}
+    seen["obs_history_is_pad"] = np.zeros((1, 2), bool)
     noise = sample_rng(1, Stream.FLOW, 0).standard_normal((1, 8, 8), dtype=np.float32)
     assert_close({"actions": found[None]}, {"actions": policy.sample_actions(seen, noise)})
 
