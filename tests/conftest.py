@@ -9,10 +9,11 @@ import paddle
 import pytest
 
 from paddle_vl.compat import amd_instruction_set
-from paddle_vl.nn.operations import choose_kernels, chosen_kernels
+from paddle_vl.nn.operations import choose_kernels, chosen_kernels, set_compiled
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.support.forked import without_loss_curves
 from tests.support.gpu_stubs.installed import gpu_stubs
+from tests.support.implementations import take_compiled
 
 # Read by Paddle's matrix library at its first product; without it tests run several times longer
 # on AMD processors.
@@ -49,6 +50,10 @@ def _gpu_stubs():
         yield
 
 
+# Tests have the kernels of a command.
+take_compiled()
+
+
 @pytest.fixture(autouse=True)
 def _keep_process_settings():
     """Commands choose kernels for the whole process; a test must not."""
@@ -56,9 +61,13 @@ def _keep_process_settings():
     yield
     paddle.set_flags(kept)
     choose_kernels(kernels)
-    compiled = sys.modules.get("paddle_vl.nn.cpu.compiled")
-    if compiled is not None:
-        compiled.disable()
+    take_compiled()
+
+
+@pytest.fixture
+def uncompiled():
+    """The kernels that a machine without a compiler has."""
+    set_compiled(False)
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ Shapes: N rows, C channels; any number of leading dims.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -75,21 +76,27 @@ class Operation(Generic[P, R]):
         functools.update_wrapper(self, plain)
         self.plain = plain
         self.kernels: Sequence[Kernel] = ()
+        self._signature = inspect.signature(plain)
         OPERATIONS.append(self)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        result = self.chosen(*args, **kwargs)(*args, **kwargs)
+        if kwargs:
+            # Kernels name their arguments as they like.
+            bound = self._signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return cast(Any, self)(*bound.args)
+        result = self.chosen(*args)(*args)
         if _watch is not None:
             _watch(self, args, result)
         return result
 
-    def chosen(self, *args: P.args, **kwargs: P.kwargs) -> Callable[..., R]:
+    def chosen(self, *args: Any) -> Callable[..., R]:
         """The implementation for these arguments, of which the first is a tensor."""
         if callable(_forced):
             return _forced(self)
         device = "plain" if _chosen == "plain" and not _forced else device_of(args[0])
         for kernel in self.kernels_on(device):
-            if kernel.fits is None or kernel.fits(*args, **kwargs):
+            if kernel.fits is None or kernel.fits(*args):
                 return kernel.run
         return self.plain
 

@@ -31,7 +31,6 @@ from paddle_vl.families.vlm.inputs.collate import (
 )
 from paddle_vl.families.vlm.objective import VLBatchAdapter, sliced
 from paddle_vl.families.vlm.own_pixels import with_own_pixels
-from paddle_vl.nn.operations import Kernels, choose_kernels
 from paddle_vl.parallel import context_parallel
 from paddle_vl.parallel.collectives import all_reduce_gradients, all_reduce_partial_gradients
 from paddle_vl.parallel.context_parallel import ContextGroup
@@ -41,6 +40,8 @@ from paddle_vl.parallel.sharding.buckets import Pending
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import Topology, initialize
 from paddle_vl.testing.qwen3_vl import IMAGE, MIXED, VIDEO, Image, Video, tiny_qwen3_vl_batch
+from tests.support.gpu_stubs.installed import gpu_stubs
+from tests.support.implementations import implementation
 from tests.support.launch import launch, outcome_of, run_checks
 from tests.support.tiny import tiny_model
 from tests.support.tolerance import TOPOLOGY
@@ -61,8 +62,8 @@ SAMPLES: dict[str, list[Any]] = {
 }
 BATCHES = [*SAMPLES, "experts"]
 OTHER_KERNELS = [
-    *("uncompiled gather packed", "uncompiled gather long", "uncompiled ulysses long"),
-    "plain hidden packed",
+    *("cpu gather packed", "cpu gather long", "cpu ulysses long", "plain hidden packed"),
+    *("a100 hidden packed", "h100 hidden long", "a100 ulysses packed"),
 ]
 # Heads of the quickstart.
 LONG = {
@@ -255,23 +256,21 @@ def worker(degrees: dict[str, Any]) -> dict:
     checks["bits"] = partial(with_other_bits, topology)
     for case in OTHER_KERNELS:
         kernels, way, name = case.split()
-        checks[case] = partial(chosen, kernels, partial(differences, topology, name, way))
+        checks[case] = partial(with_kernels, kernels, partial(differences, topology, name, way))
     if not degrees:
         checks |= {
             "events": partial(events, topology),
             "gather traffic": partial(traffic, topology, "gather"),
             "ulysses traffic": partial(traffic, topology, "ulysses"),
             "kept": partial(kept, topology),
-            "uncompiled kept": partial(chosen, "uncompiled", partial(kept, topology)),
+            "cpu kept": partial(with_kernels, "cpu", partial(kept, topology)),
         }
     return run_checks(checks)
 
 
-def chosen(kernels: Kernels, check: Callable[[], Any]) -> Any:
-    choose_kernels(kernels)
-    found = check()
-    choose_kernels("fused")
-    return found
+def with_kernels(kernels: str, check: Callable[[], Any]) -> Any:
+    with gpu_stubs(), implementation(kernels):
+        return check()
 
 
 @pytest.fixture(scope="module")
@@ -339,7 +338,7 @@ def test_exchanged_heads_send_the_bytes_of_the_formula(of_two):
         assert sorted(others) == ["all_reduce"] * 2 + ["alltoall_single"] * 2
 
 
-@pytest.mark.parametrize("kernels", ["", "uncompiled "])
+@pytest.mark.parametrize("kernels", ["", "cpu "])
 def test_a_layer_keeps_the_rows_of_its_slice_and_the_keys_of_all(of_two, kernels):
     """Of 64 tokens a slice has 32, and keys and values of the other 32, 4 heads of width 8. Kernels
     that keep no copy of the output in any case keep it once more where heads come in parts, or

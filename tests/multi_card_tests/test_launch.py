@@ -14,19 +14,21 @@ from pathlib import Path
 
 import pytest
 
+from paddle_vl.nn.operations import has_compiled
 from tests.support.launch import launch, outcome_of, run_checks
 
 
 def environment_of_rank(argument):
     names = ("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "OMP_NUM_THREADS", "EXTRA")
-    return argument, [os.environ[name] for name in names]
+    return argument, [os.environ[name] for name in names], has_compiled()
 
 
 def test_results_come_back_by_rank():
     results = launch(
         environment_of_rank, processes=3, arguments=[{"a": 1}], environment={"EXTRA": "x"}
     )
-    assert results == [({"a": 1}, [str(rank), "3", "1", "x"]) for rank in range(3)]
+    # With the kernels of a command.
+    assert results == [({"a": 1}, [str(rank), "3", "1", "x"], has_compiled()) for rank in range(3)]
 
 
 def wait_for_ever(folder, what_rank_1_does):

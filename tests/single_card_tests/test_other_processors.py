@@ -17,7 +17,8 @@ TOOL = str(ROOT / "tools" / "check_parity.py")
 
 
 def assert_passes(family: str, *arguments: str, **environment: str) -> None:
-    done = forked.run([TOOL, family, str(GOLDEN / family), *arguments], environment=environment)
+    command = [TOOL, family, str(GOLDEN / family), *arguments]
+    done = forked.run(command, environment=environment, timeout=3600)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

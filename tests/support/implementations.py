@@ -8,23 +8,29 @@ from typing import Any
 import pytest
 
 from paddle_vl.nn.cpu import compiled, compiler
-from paddle_vl.nn.operations import set_compiled, use_kernels
+from paddle_vl.nn.operations import has_compiled, set_compiled, use_kernels
 from tests.support.gpu_stubs import pretended
 
 
 def implementation(name: str) -> AbstractContextManager[Any]:
-    """`compiled`, or what `gpu_stubs.pretended.implementation` has."""
-    return _compiled() if name == "compiled" else pretended.implementation(name)
+    """`compiled`; `cpu`, the kernels without those; or what `gpu_stubs.pretended.implementation`
+    has."""
+    if name in ("cpu", "compiled"):
+        return _on_cpu(name == "compiled")
+    return pretended.implementation(name)
 
 
 @contextmanager
-def _compiled() -> Iterator[None]:
-    require_compiled()
+def _on_cpu(are_compiled: bool) -> Iterator[None]:
+    before = has_compiled()
+    if are_compiled:
+        require_compiled()
+    set_compiled(are_compiled)
     try:
         with use_kernels("cpu"):
             yield
     finally:
-        compiled.disable()
+        set_compiled(before)
 
 
 def require_compiled() -> None:
@@ -39,6 +45,7 @@ def require_compiled() -> None:
 def take_compiled() -> None:
     """Take the compiled kernels as commands do, where there is a compiler; without comparing them,
     which has a test of its own."""
+    set_compiled(False)
     if os.environ.get(compiled.SWITCH) != "0":
         with suppress(compiler.CompilerError):
             compiled._library = compiled._library or compiler.load_kernels()

@@ -21,6 +21,8 @@ from paddle_vl.nn.attention_masks import MASKED_SCORE, AttentionMask, BlockMask
 from paddle_vl.nn.cpu import attention, onednn
 from paddle_vl.nn.operations import use_kernels
 
+pytestmark = pytest.mark.usefixtures("uncompiled")
+
 
 def draw(*shape, seed=0, scale=1.0):
     value = np.random.default_rng(seed).normal(size=shape) * scale

@@ -1,13 +1,14 @@
 """The choice between an operation's plain implementation and its kernels, and what kernels keep.
 
 Guarantees: the first kernel of the table runs that is for the first tensor's device, may be used
-now and fits the arguments; without one the plain implementation; a choice holds for the process, a
-forced one until its block ends, also nested or after an error; one line tells what is chosen; an
-output without a backward pass is freed with all that its kernel has kept. Tests of the operations
-and the golden cases cover the results of kernels.
+now and fits the arguments, which may be named; without one the plain implementation; a choice holds
+for the process, a forced one until its block ends, also nested or after an error; one line tells
+what is chosen; an output without a backward pass is freed with all that its kernel has kept. Tests
+of the operations and the golden cases cover the results of kernels.
 """
 
 import gc
+import inspect
 
 import numpy as np
 import paddle
@@ -25,6 +26,8 @@ from paddle_vl.nn.operations import (
     use_kernels,
 )
 from tests.support.implementations import implementation
+
+pytestmark = pytest.mark.usefixtures("uncompiled")
 
 
 @pytest.fixture
@@ -98,6 +101,22 @@ def test_one_line_tells_what_is_chosen(monkeypatch):
     assert {key for key, line in counts.items() if " C" in line} == {("fused", True)}
     assert {key for key, line in counts.items() if "oneDNN" in line} >= {("uncompiled", False)}
     assert counts["plain", True] == f"kernels (plain, cpu): {len(OPERATIONS)} plain"
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "compiled", "a100"])
+def test_arguments_may_be_named(kernels):
+    """A kernel's own names, and those of what says whether it fits, do not matter."""
+    with implementation(kernels), paddle.no_grad():
+        for operation in OPERATIONS:
+            for make in examples_of(operation).values():
+                first, *rest = tensors(make(np.random.default_rng(0), QUICK), "float32")
+                names = list(inspect.signature(operation.plain).parameters)[1:]
+                results = []
+                for named in ({}, dict(zip(names, rest, strict=False))):
+                    paddle.seed(0)
+                    results.append(operation(first, *(() if named else rest), **named))
+                pairs = zip(*map(paddle.utils.flatten, results), strict=True)
+                assert all(one is two or (one == two).all() for one, two in pairs)
 
 
 def kept_after(operation, make: Make) -> int:

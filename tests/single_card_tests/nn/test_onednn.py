@@ -22,6 +22,8 @@ from paddle_vl.nn.kernels import TABLE
 from paddle_vl.nn.operations import dropout, geglu, gelu, layer_norm, swiglu, use_kernels
 from tests.support.implementations import require_compiled
 
+pytestmark = pytest.mark.usefixtures("uncompiled")
+
 OPERATIONS = {of for of, kernels in TABLE.items() if "oneDNN" in [k.source for k in kernels]}
 
 

@@ -28,6 +28,9 @@ from tests.single_card_tests.families.pi07 import test_planner
 from tests.support.counted_products import counted_products
 from tests.support.pi07_golden import golden_batch, golden_model, golden_planner
 
+# Kernels whose products can be counted.
+pytestmark = pytest.mark.usefixtures("uncompiled")
+
 GOALS = ("subgoal_images", "subgoal_img_masks")
 
 

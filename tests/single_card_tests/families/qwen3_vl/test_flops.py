@@ -22,6 +22,9 @@ from paddle_vl.train.freeze import freeze_parameters, trained_names, treated_apa
 from tests.support.counted_products import counted_products
 from tests.support.tiny import tiny_config, tiny_model
 
+# Kernels whose products can be counted.
+pytestmark = pytest.mark.usefixtures("uncompiled")
+
 COLLATOR = VLCollator(0, IMAGE, VIDEO)
 
 
