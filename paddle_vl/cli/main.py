@@ -63,7 +63,7 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
     except Exception as error:
         if not _is_rank():
             raise
-        _write_last_words(error)
+        _write_last_words(error, has_traceback=True)
         code = 1
     if is_distributed:
         # All work is done and written. Skip the teardown of Paddle's communication threads: other
@@ -80,20 +80,19 @@ def _is_rank() -> bool:
     return LAUNCHER_VARIABLE in os.environ or int(os.environ.get("PADDLE_TRAINERS_NUM", "1")) > 1
 
 
-def _write_last_words(error: Exception) -> None:
+def _write_last_words(error: Exception, has_traceback: bool = False) -> None:
     """Write to a rank's log why it fails, in one last line, which launchers show."""
-    is_for_users = _is_meant_for_users(error)
-    text = " ".join(str(error).split()) if is_for_users else in_one_line(error)
+    text = " ".join(str(error).split()) if _is_meant_for_users(error) else in_one_line(error)
     line = f"error: {text}"
     if LAUNCHER_VARIABLE not in os.environ:
         # The last lines of the rank that failed first are the last that fleetrun shows.
-        rank = os.environ["PADDLE_TRAINER_ID"]
+        rank = os.environ.get("PADDLE_TRAINER_ID", "0")
         folder = os.environ.get("PADDLE_LOG_DIR", "the launcher's --log_dir")
         line = f"rank {rank} failed: {text}; its log is {folder}/workerlog.{rank}"
     # Rank 0 of this package's launcher has the terminal; the output of others is their log.
     log, own = os.environ.get(RANK_LOG_VARIABLE), nullcontext(sys.stderr)
     with open(log, "a", encoding="utf-8", errors="backslashreplace") if log else own as stream:
-        if not is_for_users or os.environ.get(DEBUG_VARIABLE) == "1":
+        if has_traceback:
             traceback.print_exception(error, file=stream)
         print(line, file=stream)
 
@@ -156,10 +155,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logger.error("interrupted")
         return INTERRUPTED
     except (ValueError, RuntimeError, OSError) as error:
-        is_debugged = os.environ.get(DEBUG_VARIABLE) == "1"
-        if is_debugged or _is_rank() or not _is_meant_for_users(error):
+        if os.environ.get(DEBUG_VARIABLE) == "1" or not _is_meant_for_users(error):
             raise
-        logger.error("error: %s", error)
+        if _is_rank():
+            _write_last_words(error)
+        else:
+            logger.error("error: %s", error)
         return 1
 
 

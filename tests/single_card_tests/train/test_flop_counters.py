@@ -18,6 +18,9 @@ from tests.single_card_tests.train.tiny_policy_run import PLANNER, write_tiny_po
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.support.counted_products import counted_products
 
+# Kernels whose products can be counted.
+pytestmark = pytest.mark.usefixtures("uncompiled")
+
 LORA = "model.lora={r: 2, target_modules: [q_proj, down_proj], modules_to_save: [mergers]}"
 
 
