@@ -99,7 +99,7 @@ _EXPERTS = tuple(
         "model_type=qwen3_vl_moe",
         "text_config.num_experts=4",
         "text_config.num_experts_per_tok=2",
-        "text_config.moe_intermediate_size=128",
+        "text_config.moe_intermediate_size=96",
     )
 )
 # A mean over micro-batches, which data ranks divide.
