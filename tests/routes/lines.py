@@ -161,12 +161,12 @@ ADAPTED = [
 ]
 EXPORTED = [
     Answers("export", VL, _ONE, "packed"),
-    Answers("export", MOE, _ONE, "moe"),
     Answers("serve of an export", VL, _ONE, "packed"),
 ]
-SERVED = [
-    Answers("serve-policy", POLICY, "actions of the policy", "arm"),
-    Answers("serve-policy of an export", POLICY, "actions of the policy", "arm"),
-]
+HEAVY_EXPORTED = [Answers("export", MOE, _ONE, "moe")]
+_ACTIONS = "actions of the policy"
+SERVED = [Answers("serve-policy", POLICY, _ACTIONS, "arm")]
+HEAVY_SERVED = [Answers("serve-policy of an export", POLICY, _ACTIONS, "arm")]
 PRECOMPUTED = [Answers("precompute-reference", VL, "weights of a run that computes it", "dpo")]
 ANSWERS = [*CHATS, *ADAPTED, *EXPORTED, *SERVED, *PRECOMPUTED]
+HEAVY_ANSWERS = [*HEAVY_EXPORTED, *HEAVY_SERVED]

@@ -323,13 +323,11 @@ POLICIES = [
     *_rows("planner lora", "sharding2 stage 3"),
     *_rows("planner dora", "mp2 SP"),
 ]
-# Of four ranks, but for the first.
-HEAVY = list(
-    _rows(
-        "packed",
-        *("pp2 dualpipev", "mp2 SP pp2", "sharding2 stage 3 mp2 SP", "sharding2 pp2"),
-        *("dp2 sharding2 stage 2", "cp2 gather mp2 SP", "cp2 ulysses mp2 SP"),
-        *("cp2 gather pp2", "cp2 ulysses pp2", "colocated dp2 pp2"),
-    )
-)
+# Of four ranks, but for the first, which needs four layers.
+HEAVY = [
+    *_rows("answers", "pp2 dualpipev"),
+    *_rows("packed", "mp2 SP pp2", "sharding2 stage 3 mp2 SP", "sharding2 pp2"),
+    *_rows("packed", "dp2 sharding2 stage 2", "cp2 gather mp2 SP", "cp2 ulysses mp2 SP"),
+    *_rows("packed", "cp2 gather pp2", "cp2 ulysses pp2", "colocated dp2 pp2"),
+]
 TRAINING = [*CONVERSATIONS, *FAMILIES, *POLICIES]

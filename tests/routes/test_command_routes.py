@@ -8,6 +8,7 @@ and its export the actions of the policy, and a reference in advance the weights
 import base64
 import re
 import shlex
+from collections.abc import Sequence
 
 import numpy as np
 import openai
@@ -25,7 +26,9 @@ from tests.routes.lines import (
     CHATS,
     DRAWN,
     EXPORTED,
+    HEAVY_EXPORTED,
     HEAVY_LINES,
+    HEAVY_SERVED,
     LINES,
     PRECOMPUTED,
     SERVED,
@@ -44,11 +47,13 @@ def named(row: Line | Answers) -> str:
     return ", ".join(row.promised)
 
 
-@pytest.mark.parametrize(
-    "row",
-    [*LINES, *(pytest.param(line, marks=pytest.mark.heavy) for line in HEAVY_LINES)],
-    ids=named,
-)
+def with_rows(rows: Sequence[Line | Answers], heavy: Sequence[Line | Answers] = ()):
+    """A test of these rows."""
+    marked = [pytest.param(row, marks=pytest.mark.heavy) for row in heavy]
+    return pytest.mark.parametrize("row", [*rows, *marked], ids=named)
+
+
+@with_rows(LINES, HEAVY_LINES)
 def test_a_command_prints_and_writes_what_it_should(routes: Routes, row: Line):
     path, topology = routes.new_path(), TOPOLOGIES[row.topology]
     words = shlex.split(routes.filled(row.line.replace("{made}", path)))
@@ -92,14 +97,14 @@ def served(routes: Routes, model: str, *more: str) -> str:
     return answer.choices[0].message.content
 
 
-@pytest.mark.parametrize("row", CHATS, ids=named)
+@with_rows(CHATS)
 def test_chat_and_a_server_give_the_answers_of_generate(routes: Routes, row: Answers):
     model = str(routes.one_device(row.run))
     found = {"chat": said, "serve": served}[row.command](routes, model)
     assert found == generated(routes, model)
 
 
-@pytest.mark.parametrize("row", ADAPTED, ids=named)
+@with_rows(ADAPTED)
 def test_merged_and_served_adapters_are_those_of_the_run(routes: Routes, row: Answers):
     adapters = str(routes.one_device(row.run))
     if row.command.startswith("serve"):
@@ -119,10 +124,11 @@ def test_merged_and_served_adapters_are_those_of_the_run(routes: Routes, row: An
     assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("row", EXPORTED, ids=named)
+@with_rows(EXPORTED, HEAVY_EXPORTED)
 def test_an_export_gives_the_answers_of_its_model(routes: Routes, row: Answers):
-    model, folder = str(routes.one_device(row.run)), routes.new_path()
-    routes.command("export", model, folder)
+    model = str(routes.one_device(row.run))
+    folder = f"{model}-exported"
+    routes.once(f"{row.run}-exported", lambda: routes.command("export", model, folder))
     if row.command == "export":
         question = [{"role": "user", "content": f"<image>{QUESTION}"}]
         drawn = {"max_new_tokens": 6, "do_sample": True, **SETTINGS}
@@ -132,7 +138,7 @@ def test_an_export_gives_the_answers_of_its_model(routes: Routes, row: Answers):
     assert found == generated(routes, model)
 
 
-@pytest.mark.parametrize("row", SERVED, ids=named)
+@with_rows(SERVED, HEAVY_SERVED)
 def test_a_served_policy_acts_as_it_does(routes: Routes, row: Answers):
     model = folder = str(routes.one_device(row.run))
     # Of the two steps that it sees.
@@ -157,7 +163,7 @@ def test_a_served_policy_acts_as_it_does(routes: Routes, row: Answers):
     assert_close({"actions": found[None]}, {"actions": policy.sample_actions(seen, noise)})
 
 
-@pytest.mark.parametrize("row", PRECOMPUTED, ids=named)
+@with_rows(PRECOMPUTED)
 def test_a_reference_in_advance_is_that_of_the_run(routes: Routes, row: Answers):
     run, output = routes.one_device(row.run), routes.new_path()
     routes.command("precompute-reference", f"{run}/config.yaml")
