@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from paddle_vl.nn.cpu.compiled import SWITCH
+from paddle_vl.nn.operations import set_compiled
 from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
 from tests.support.implementations import require_compiled
 
@@ -27,6 +29,12 @@ def passed(family: str, kernels: str) -> dict[str, str]:
 
     if kernels == "compiled":
         require_compiled()
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            # A run takes the compiled kernels by itself.
+            patch.setenv(SWITCH, "0")
+            set_compiled(False)
+            return passed_files(None, TEXT)
     if family == "qwen3_vl":
         return passed_files(None, TEXT)
     with tempfile.TemporaryDirectory() as folder:
