@@ -108,6 +108,11 @@ def test_a_table_of_the_host_is_a_constant_of_a_program():
     def call(x):
         return x + table()
 
+    with tracing():
+        program = paddle.jit.to_static(
+            call, full_graph=True, input_spec=[InputSpec([None, 4], "float32")]
+        ).main_program
+    assert "builtin.parameter" not in {op.name() for op in program.global_block().ops}
     np.testing.assert_array_equal(traced(call, [paddle.ones([2, 4])])[0], 1 + np.arange(4))
     assert table() is kept
 
