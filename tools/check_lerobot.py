@@ -103,7 +103,8 @@ def _compared_statistics(found: Mapping[str, Any], wanted: Mapping[str, Any]) ->
 
 
 def _short(value: Any) -> str:
-    return str(value)[:120].replace("\n", " ")
+    # NumPy prints fewer digits than may differ.
+    return str(value.tolist() if isinstance(value, np.ndarray) else value)[:120]
 
 
 def main() -> int:

@@ -6,7 +6,8 @@ A folder has `jinja/NAME.jinja` (and `NAME_training.jinja`, the same with genera
 `conversations.json` (messages, tools, kwargs by id), `NAME.jsonl` with the recorded values of each
 conversation, `tokenizer/`, and may have `environment.json` with small templates. Compared are text
 or error, ids, generation prompt, dropped texts, spans of the incremental diff or its refusal, and
-characters and tokens of the generation marks. Prints a line for each template and conversation;
+characters and tokens of the generation marks. Templates of `refused_with_lowered_limits` are
+harmless and must be stopped by limits of 1,000. Prints a line for each template and conversation;
 exits with 1 at a difference.
 """
 
@@ -18,6 +19,7 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
@@ -25,9 +27,10 @@ from tokenizers import Tokenizer
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.vlm.inputs.conversation import Conversation
 from paddle_vl.families.vlm.inputs.tokenizer import IGNORED_LABEL
+from paddle_vl.families.vlm.templates import environment
 from paddle_vl.families.vlm.templates.answer_spans import incremental_spans
 from paddle_vl.families.vlm.templates.encoding import MediaText, MediaTokens
-from paddle_vl.families.vlm.templates.environment import SandboxedTemplate
+from paddle_vl.families.vlm.templates.environment import SandboxedTemplate, TemplateLimitError
 from paddle_vl.families.vlm.templates.messages import count_text, for_template, lost_texts
 from paddle_vl.families.vlm.templates.rendering import ChatTemplateRenderer
 from paddle_vl.families.vlm.templates.template_files import special_tokens
@@ -36,6 +39,8 @@ from paddle_vl.families.vlm.templates.template_files import special_tokens
 _DATE = {"date_string": "01 Jan 2026"}
 _TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>"}
 _NOW = datetime(2026, 1, 1)
+# Characters of a text and steps of a rendering, in place of `environment`'s own limits.
+_LIMIT = 1000
 
 
 def main() -> int:
@@ -82,9 +87,11 @@ def check_folder(folder: Path) -> Iterator[tuple[str, str, list[str]]]:
         for name, case in values["cases"].items():
             actual = _small(case["template"], {**_TOKENS, "messages": values["messages"]})
             yield "environment", name, [key for key in actual if actual[key] != case.get(key)]
-        for template in values["not_stopped_by_the_sandbox"]:
-            stopped = "error" in _small(template, {"messages": values["messages"]})
-            yield "limits", template[:40], [] if stopped else ["not stopped"]
+        with mock.patch.multiple(environment, MAX_TEXT=_LIMIT, MAX_STEPS=_LIMIT):
+            for template in values["refused_with_lowered_limits"]["templates"]:
+                found = _small(template, {"messages": values["messages"]})
+                stopped = found.get("error") == TemplateLimitError.__name__
+                yield "limits", template[:40], [] if stopped else ["not stopped"]
 
 
 # What follows from other values, or has words of its own.

@@ -15,6 +15,7 @@ from typing import Any
 from paddle_vl.config.row_sources import STOPPING, RowSourceConfig
 from paddle_vl.data.corpus.cache import Cache
 from paddle_vl.data.corpus.opener import ShardOpener
+from paddle_vl.data.formats.reader import to_canonical
 from paddle_vl.data.rows.dataset_info import DatasetInfo
 from paddle_vl.data.rows.mixture import draws_of
 from paddle_vl.data.rows.row_file import RowFile, open_rows, open_source
@@ -117,18 +118,16 @@ def _contents(opened: Callable[[Path], RowFile], path: Path) -> list[Any]:
 
 def _content(row: Mapping[str, Any], folder: Path) -> tuple[list[tuple[str, str]], list[bytes]]:
     """Roles and texts of a row, with a tag for each picture, and the bytes of the pictures."""
-    turns = []
-    for message in row["messages"]:
+    turns, pictures = [], []
+    for message in to_canonical(row).messages:
         parts = message["content"]
-        if not isinstance(parts, str):
-            parts = "".join(part.get("text", f"<{part['type']}>") for part in parts)
-        turns.append((message["role"], parts))
-    return turns, [_picture(image, folder) for image in row.get("images", [])]
+        text = "".join(part.get("text", f"<{part['type']}>") for part in parts)
+        turns.append((message["role"], text))
+        pictures += [_picture(part["image"], folder) for part in parts if part["type"] == "image"]
+    return turns, pictures
 
 
 def _picture(image: Any, folder: Path) -> bytes:
-    if isinstance(image, dict):
-        image = image.get("bytes") or image["path"]
     return image if isinstance(image, bytes) else (folder / image).read_bytes()
 
 

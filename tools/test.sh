@@ -3,6 +3,7 @@
 #
 #   bash tools/test.sh                     everything that runs by default
 #   bash tools/test.sh -k resume -x        further arguments go to pytest
+#   bash tools/test.sh -m heavy            what runs every night, see CONTRIBUTING.md
 #
 # PYTHON names the interpreter for .venv (3.10 or newer; default: the first found).
 set -euo pipefail

@@ -35,6 +35,7 @@ TENSOR_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 A_KEY, B_KEY, MAGNITUDE_KEY = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 _BASE_LAYER = ".base_layer."
+_EMBEDDING_ENDS = (".lora_embedding_A", ".lora_embedding_B")
 # PEFT's settings that change what an adapter computes unless they are null, false, empty or this.
 _NOT_SUPPORTED = {
     "bias": "none", "fan_in_fan_out": None, "lora_bias": None, "target_parameters": None,
@@ -43,6 +44,9 @@ _NOT_SUPPORTED = {
     "velora_config": None, "monteclora_config": None,
 }  # fmt: skip
 
+# Values of `init_lora_weights` that leave the base as it is. Others (pissa, olora, corda, loftq,
+# lora_ga) take the adapter's start out of the base's weights, which no file of the adapter has.
+_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 # Settings of an adapter that are read.
 _COMPUTED = (
     "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern",
@@ -54,6 +58,7 @@ _TYPES: tuple[tuple[str, Any, str], ...] = (
     ("target_modules", str | list[str] | None, "a list of names"),
     ("modules_to_save", list[str] | None, "a list of names"),
     ("base_model_name_or_path", str | None, "the path of a folder"),
+    ("ensure_weight_tying", bool | None, "true or false"),
 )
 
 
@@ -97,6 +102,8 @@ class StoredAdapter:
         sizes: by module with a low-rank adapter, from the file's tensors, not from PEFT's patterns.
         tensors: by HF key; some may replace parameters of the base.
         modules_to_save: PEFT's names, which may be suffixes of module names.
+        keeps_ties: whether PEFT trained a tied embedding and head as one (`ensure_weight_tying`);
+            else as two, of which it adapts or replaces what the adapter names.
     """
 
     folder: Path
@@ -105,6 +112,7 @@ class StoredAdapter:
     modules_to_save: tuple[str, ...]
     base: str | None
     tensors: dict[str, StoredTensor]
+    keeps_ties: bool
 
     @classmethod
     def read(cls, folder: Path) -> "StoredAdapter":
@@ -121,6 +129,11 @@ class StoredAdapter:
                 raise ValueError(
                     f"{folder / TENSOR_FILE} holds {key}, but keys of PEFT's format begin with "
                     f"{PREFIX}: it is not an adapter for a whole model"
+                )
+            if key.endswith(_EMBEDDING_ENDS):
+                raise ValueError(
+                    f"{folder / TENSOR_FILE} holds {key}: adapters of an embedding are not "
+                    "supported; train it whole (modules_to_save), or merge the adapter with PEFT"
                 )
             tensors[key.removeprefix(PREFIX).replace(_BASE_LAYER, ".")] = tensor
         targets = [key.removesuffix(A_KEY) for key in tensors if key.endswith(A_KEY)]
@@ -144,7 +157,8 @@ class StoredAdapter:
                 f"{folder / CONFIG_FILE}: a pattern is no expression: {error}"
             ) from error
         saved, base = tuple(values.get("modules_to_save") or ()), "base_model_name_or_path"
-        return cls(folder, config, sizes, saved, values.get(base), tensors)
+        keeps_ties = bool(values.get("ensure_weight_tying"))
+        return cls(folder, config, sizes, saved, values.get(base), tensors, keeps_ties)
 
     def merged(self, base: Mapping[str, StoredTensor]) -> list[TensorToWrite]:
         """The base's tensors with the adapter added, computed as they are written.
@@ -304,6 +318,13 @@ def _config_values(folder: Path) -> dict:
         except ValidationError as error:
             told = f"{file}: {name} is {shown(values[name])}; {needed} is needed"
             raise ValueError(told) from error
+    start = values.get("init_lora_weights")
+    if (start.lower() if isinstance(start, str) else start) not in _PLAIN_STARTS:
+        raise ValueError(
+            f"{file}: init_lora_weights is {shown(start)}, whose start changed the base's weights: "
+            "on the published base the adapter computes something else; convert it with PEFT "
+            "(save_pretrained with path_initial_model_for_weight_conversion), or merge it there"
+        )
     found = [
         f"{name} {shown(values[name])}"
         for name, neutral in _NOT_SUPPORTED.items()

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # Every rank reads smaller tensors itself: a message takes longer.
 SHARED_VALUES = 1 << 18
+# Endings of quantized weights: FP8, compressed-tensors, GPTQ and AWQ, bitsandbytes, MLX.
+_OF_QUANTIZED = ("_scale", "_scale_inv", ".weight_packed", ".qweight", ".absmax", ".scales")
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -164,6 +166,7 @@ def check_keys(
             point dtype.
     """
     from paddle_vl.checkpoint.safetensors_io import FLOATING
+    from paddle_vl.files.checked_values import UNQUANTIZED
 
     shapes = {item.key: item.stored_shape for item in wanted}
     found = [(key, stored[key], shapes[key]) for key in sorted(shapes) if key in stored]
@@ -180,6 +183,8 @@ def check_keys(
         ],
     }
     problems = [f"{len(keys)} {kind}: {', '.join(keys)}" for kind, keys in keys_of.items() if keys]
+    if any(key.endswith(_OF_QUANTIZED) for key in keys_of["unexpected"]):
+        problems.append(UNQUANTIZED)
     if problems:
         raise ValueError(f"the checkpoint in {folder} does not fit {owner}; " + "; ".join(problems))
 

@@ -18,6 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from paddle_vl.checkpoint.manifest import FileSum, write_bytes
+from paddle_vl.files.checked_values import UNQUANTIZED
 from paddle_vl.files.inner_path import is_inner
 from paddle_vl.files.text_file import read_json_object, shown
 
@@ -149,6 +150,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     Raises:
         RuntimeError: the file is missing, truncated, or not in the format: its tensors must be
             contiguous from the header to the end of the file.
+        ValueError: a tensor has a dtype that is not supported, as quantized ones have.
     """
     try:
         # Checks the header, and that its tensors fill the file; reads none.
@@ -165,9 +167,9 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     tensors = {}
     for name, entry in header.items():
         if entry["dtype"] not in NUMPY_DTYPES:
-            raise RuntimeError(
+            raise ValueError(
                 f"{file}: {name} has dtype {entry['dtype']}, not one of {sorted(NUMPY_DTYPES)}; "
-                f"{_REMEDY}"
+                f"{UNQUANTIZED}"
             )
         first, last = entry["data_offsets"]
         tensors[name] = StoredTensor(
@@ -177,20 +179,21 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def read_checkpoint_headers(folder: Path, stem: str = "model") -> dict[str, StoredTensor]:
-    """All tensors of `STEM.safetensors`, or of the files that `STEM.safetensors.index.json` names.
+    """All tensors of `STEM.safetensors`, as in transformers also beside an index, or of the files
+    that `STEM.safetensors.index.json` names.
 
     Raises:
         RuntimeError: neither is there, or a shard is missing or does not match the index.
     """
     single = folder / f"{stem}.safetensors"
     index_file = folder / f"{single.name}.index.json"
-    if not index_file.exists():
-        if not single.exists():
-            raise RuntimeError(
-                f"{folder} has neither {single.name} nor {index_file.name}: it is not a model "
-                "folder or checkpoint"
-            )
+    if single.exists():
         return read_header(single)
+    if not index_file.exists():
+        raise RuntimeError(
+            f"{folder} has neither {single.name} nor {index_file.name}: it is not a model "
+            "folder or checkpoint"
+        )
     weight_map = read_json_object(index_file, "a shard index").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise RuntimeError(

@@ -7,7 +7,8 @@ from paddle_vl.cli.table import BASE, Command, model, value
 
 
 def check_folder(options: argparse.Namespace) -> int:
-    """Print what was found; 1 if the engine would not serve the folder as it was trained."""
+    """Print what was found; 1 if the engine would not serve the folder as it was trained, or that
+    is not known."""
     configure_runtime()
     from paddle_vl.checkpoint.adapter_files import base_folder, is_adapter
     from paddle_vl.config.families import family_of_folder
@@ -26,8 +27,9 @@ CHECK_FOLDER = Command(
     check_folder,
     "whether vLLM, SGLang, FastDeploy or transformers serves a model folder",
     "Compare a model folder, or adapters and their base, with what an engine reads. Prints what is "
-    "refused, missing, lost (the engine says nothing, and answers differ) and ignored (they do "
-    "not); the exit code is 1 for the first three. See docs/serving.md.",
+    "refused, missing, lost (the engine says nothing, and answers differ), unchecked (paddle-vl "
+    "cannot read it) and ignored (answers are the same); the exit code is 1 for the first four. "
+    "See docs/serving.md.",
     "example:\n  paddle-vl check-folder runs/doors --for vllm",
     [
         model(),

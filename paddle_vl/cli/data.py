@@ -25,13 +25,18 @@ if TYPE_CHECKING:
     from paddle_vl.config.row_sources import RowSourceConfig
 
 
+# Settings that need `data.eval`: samples are shown also where it is taken away.
+_NO_EVALUATION = ("train.eval_steps=null", "train.eval=null", "train.best=null")
+
+
 def show_data(options: argparse.Namespace) -> int:
     """Print the samples, and write the page."""
+    from paddle_vl.cli.hubs import read_run
     from paddle_vl.config.families import family_of_run
-    from paddle_vl.config.load import load_run_config
     from paddle_vl.report.samples_page import as_text, page
 
-    config = load_run_config(options.config, options.overrides)
+    options.overrides += _NO_EVALUATION
+    config = read_run(options)
     recipe = family_of_run(config).recipe_class()(config, None)
     samples = list(recipe.shown_samples(options.eval, options.first, options.samples))
     for sample in samples:

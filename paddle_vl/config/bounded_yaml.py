@@ -12,6 +12,8 @@ MAX_CHARACTERS = 1 << 20
 _MAX_DEPTH = 64
 _MAX_VALUES = 50_000
 _MAX_INTEGER = 1 << 63
+_INTEGER = "tag:yaml.org,2002:int"
+_PLAIN_INTEGER = re.compile(r"0|-?[1-9][0-9]*")
 # Raised by YAML's constructors for values that do not fit their tag or syntax.
 _CONSTRUCTION_ERRORS = (
     ValueError, KeyError, IndexError, AttributeError, TypeError, OverflowError,
@@ -57,6 +59,18 @@ class _Loader(yaml.SafeLoader):
             )
         return node
 
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        if isinstance(node, yaml.MappingNode):
+            self.flatten_mapping(node)
+            node.value = [(self._as_text(key), value) for key, value in node.value]
+        return super().construct_mapping(node, deep)
+
+    def _as_text(self, key: yaml.Node) -> yaml.Node:
+        """A key that is a whole number as its text, which says the same."""
+        if key.tag == _INTEGER and _PLAIN_INTEGER.fullmatch(key.value):
+            return yaml.ScalarNode(self.DEFAULT_SCALAR_TAG, key.value, key.start_mark, key.end_mark)
+        return key
+
 
 _Loader.yaml_implicit_resolvers = {
     first: [entry for entry in entries if entry[0] != "tag:yaml.org,2002:float"]
@@ -78,9 +92,11 @@ def read_document(text: str, name: str) -> tuple[Any, yaml.Node | None]:
     Args:
         name: the text's name in error positions.
 
+    All keys are texts: `{0: 1}` is `{"0": 1}`.
+
     Raises:
-        ValueError: it is not YAML, too large, too deep, expands to too many values, or has a key
-            that is not a string, an integer beyond 64 bits, or a string that no path may contain.
+        ValueError: it is not YAML, too large, too deep, expands to too many values, or has another
+            key, an integer beyond 64 bits, or a string that no path may contain.
     """
     if len(text) > MAX_CHARACTERS:
         raise ValueError(

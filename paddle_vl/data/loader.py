@@ -5,7 +5,7 @@ Over 350 lines, to keep the order of samples, the job of a worker and the loader
 
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -169,30 +169,31 @@ def load_batch(
     collator: Collator,
     rows: Sequence[Any],
     row_tokens: int | None,
-    replace_bad: bool,
     epoch: int,
+    seed: int | None,
 ) -> LoadedBatch:
     """Load and collate samples.
 
     Args:
         rows: int64 number of the sample of each row; for packed rows the numbers of several.
         row_tokens: most tokens of a packed row; None for rows of one sample.
-        replace_bad: where the dataset skips bad samples, take the next good sample in file order
-            instead, so that the batch keeps its size; otherwise leave it out.
-        epoch: selects the random draws of a dataset that has `in_epoch`.
+        epoch: selects the random draws, also those of a dataset that has `in_epoch`.
+        seed: where the dataset skips bad samples, draw others from all of them in their places, so
+            that the batch keeps its size; None to leave them out.
 
     Raises:
-        BadSampleError: a bad sample where `on_bad_sample` is "fail", or too many in a row.
+        BadSampleError: a bad sample where `on_bad_sample` is "fail", or no good one was drawn.
         RuntimeError: a packed row is longer than when its samples were measured.
     """
     if in_epoch := getattr(dataset, "in_epoch", None):
         dataset = in_epoch(epoch)
     skipped: Counter[str] = Counter()
+    draws = None if seed is None else (seed, epoch)
     loaded: list[Any]
     if row_tokens is None:
-        loaded = _good_samples(dataset, np.asarray(rows), replace_bad, skipped)
+        loaded = _good_samples(dataset, np.asarray(rows), draws, skipped)
     else:
-        loaded = [_good_samples(dataset, numbers, replace_bad, skipped) for numbers in rows]
+        loaded = [_good_samples(dataset, numbers, draws, skipped) for numbers in rows]
         lengths = [sum(map(num_tokens, samples)) for samples in loaded]
         if max(lengths) > row_tokens:
             longest = int(np.argmax(lengths))
@@ -211,14 +212,15 @@ def num_tokens(sample: Sample) -> int:
 
 
 def _good_samples(
-    dataset: SampleSource, numbers: np.ndarray, replace_bad: bool, skipped: Counter[str]
+    dataset: SampleSource,
+    numbers: np.ndarray,
+    draws: tuple[int, int] | None,
+    skipped: Counter[str],
 ) -> list[Sample]:
     """The samples of these numbers without the bad ones, which are counted, see `load_batch`."""
     samples = []
     for number in numbers.tolist():
-        attempts = min(len(dataset), MAX_BAD_IN_A_ROW) if replace_bad else 1
-        for step in range(attempts):
-            tried = (number + step) % len(dataset)
+        for tried in _tries(number, len(dataset), draws):
             note_sample(tried)
             try:
                 samples.append(dataset[tried])
@@ -226,17 +228,30 @@ def _good_samples(
             except BadSampleError as error:
                 if dataset.on_bad_sample == "fail":
                     raise
-                skipped[error.kind] += 1
+                # A bad one that was drawn is counted at its own place.
+                if tried == number:
+                    skipped[error.kind] += 1
                 last_error = error
         else:
-            if replace_bad:
+            if draws is not None:
                 raise BadSampleError(
                     last_error.kind,
-                    f"{attempts} samples in a row are bad, so none was found to replace one; the "
-                    f"last is: {last_error.reason}",
+                    f"{min(len(dataset), MAX_BAD_IN_A_ROW)} samples of all are bad, so none was "
+                    f"found in place of one; the last is: {last_error.reason}",
                     last_error.place,
                 )
     return samples
+
+
+def _tries(number: int, num_samples: int, draws: tuple[int, int] | None) -> Iterator[int]:
+    """A sample, and those to try in its place: the same on any ranks, and different ones for each,
+    so that no good sample stands for all of a run of bad ones."""
+    yield number
+    if draws is not None:
+        rng = np.random.default_rng([*draws, number])
+        most = min(num_samples, MAX_BAD_IN_A_ROW)
+        others = rng.choice(num_samples, most, replace=False)
+        yield from others[others != number].tolist()
 
 
 class PrefetchLoader(PrefetchingLoader):
@@ -253,9 +268,9 @@ class PrefetchLoader(PrefetchingLoader):
     Packed rows: with `packing` and a `PackedCollator` a batch has `batch_size` rows of several
     samples, every sample once per epoch. They need `shuffle=True, drop_last=False`.
 
-    Bad samples: where the dataset skips them, `drop_last=True` replaces each by the next good
-    sample in file order, so that every rank keeps its number of batches; `drop_last=False` leaves
-    them out, so that no sample counts twice.
+    Bad samples: where the dataset skips them, `drop_last=True` draws another of all samples in the
+    place of each, so that every rank keeps its number of batches; `drop_last=False` leaves them
+    out, so that no sample counts twice.
 
     Attributes:
         epoch: epoch of the next batch.
@@ -423,7 +438,8 @@ class PrefetchLoader(PrefetchingLoader):
         if self._num_epochs is not None and epoch >= self._num_epochs:
             raise NoBatchError
         rows = self._order.batch(epoch, number)
-        arguments = rows, self._order.row_tokens, self._drop_last, epoch
+        seed = self._order.seed if self._drop_last else None
+        arguments = rows, self._order.row_tokens, epoch, seed
         return PendingBatch(f"batch {number} of epoch {epoch}"), arguments
 
     def _place(self, sample: int) -> str:

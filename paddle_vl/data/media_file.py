@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from paddle_vl.data.jsonl import BadSampleError
 
@@ -235,9 +235,11 @@ def _opened(source: str | os.PathLike | bytes) -> Iterator[Image.Image]:
     except BadSampleError:
         raise
     except _BROKEN as error:
+        # Pillow names a file of bytes by its address in memory.
+        why = "" if isinstance(error, UnidentifiedImageError) else f": {error}"
         raise BadSampleError(
             "unreadable_image",
-            f"the file cannot be decoded as an image ({', '.join(FORMATS)}): {error}",
+            f"the file cannot be decoded as an image ({', '.join(FORMATS)}){why}",
         ) from error
 
 

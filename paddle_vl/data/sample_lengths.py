@@ -27,7 +27,7 @@ from paddle_vl.files.text_file import replacing
 
 logger = logging.getLogger(__name__)
 # Increase when the length of a sample or the format of the cache changes.
-FORMAT = 1
+FORMAT = 2
 _REPORT_SECONDS = 10
 # Samples that a worker process measures in one job.
 _CHUNK = 500

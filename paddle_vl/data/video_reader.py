@@ -4,8 +4,8 @@ A file is decoded from its start, one frame at a time; only requested frames are
 shows the time i / fps, as in HF transformers, even if the frame rate varies.
 
 Differs from HF's PyAV backend: frames are counted if the container does not state their number
-(Matroska, WebM, MPEG-TS), frames hidden by an edit list are not counted, and the file's rotation is
-applied, as for images.
+(Matroska, WebM, MPEG-TS), frames hidden by an edit list are not counted, the file's display matrix
+is applied, as for images, and cover pictures are no video streams.
 
 Only the containers of `CONTAINERS` are opened. Playlists (HLS, DASH), scripts and patterns that
 make FFmpeg open other files or the network are refused.
@@ -73,15 +73,15 @@ class VideoFrames:
 
 @dataclass(frozen=True)
 class FrameFiles:
-    """A video that is given by the images of its frames.
+    """A video that is given by the images of its frames, which are sampled already.
 
     Attributes:
-        files: paths or bytes of images.
-        fps: that at which Qwen's tools take such frames to be sampled.
+        files: paths or bytes of images, or PIL images or arrays.
+        fps: frames per second at which they were sampled; None for those of the processor.
     """
 
     files: tuple[ImageSource, ...]
-    fps: float = 2.0
+    fps: float | None = None
 
     @property
     def num_frames(self) -> int:
@@ -100,11 +100,13 @@ def open_video(source: VideoSource) -> "VideoFrames | FrameFiles | VideoFile":
     """A video with `num_frames`, `fps` and `frames(indices)`; no file stays open.
 
     Args:
-        source: a path, `VideoFrames`, or a uint8 array `[R, H, W, 3]` of unknown frame rate.
+        source: a path, `VideoFrames`, `FrameFiles`, or a uint8 array `[R, H, W, 3]` of unknown
+            frame rate.
 
     Raises:
-        BadSampleError: no such file, not a video, damaged, fewer than two frames, or a frame rate
-            that is not above zero. Some damage shows only when frames are decoded.
+        BadSampleError: no such file, not a video, damaged, fewer than two frames (of `FrameFiles`
+            one), or a frame rate that is not above zero. Some damage shows only when frames are
+            decoded.
         RuntimeError: PyAV, which reads video files, is not installed.
     """
     if isinstance(source, np.ndarray):
@@ -113,10 +115,11 @@ def open_video(source: VideoSource) -> "VideoFrames | FrameFiles | VideoFile":
         _check_array(source.pixels)
     is_open = isinstance(source, VideoFrames | FrameFiles)
     video = source if is_open else VideoFile(Path(source))
-    if video.num_frames < MIN_FRAMES:
+    fewest = 1 if isinstance(video, FrameFiles) else MIN_FRAMES
+    if video.num_frames < fewest:
         raise BadSampleError(
             "too_few_frames",
-            f"the video has {video.num_frames} frame(s); at least {MIN_FRAMES} are needed: use an "
+            f"the video has {video.num_frames} frame(s); at least {fewest} are needed: use an "
             "image instead",
         )
     if video.fps is not None and not 0 < video.fps < np.inf:
@@ -129,7 +132,7 @@ def open_video(source: VideoSource) -> "VideoFrames | FrameFiles | VideoFile":
 
 
 class VideoFile:
-    """The first video stream of a file.
+    """The first video stream of a file that is no cover picture.
 
     Attributes:
         num_frames: frames that the stream shows.
@@ -178,8 +181,7 @@ class VideoFile:
         for number, frame in enumerate(self._decode()):
             decoded = number + 1
             while number == index:
-                pixels = frame.to_ndarray(format="rgb24")
-                yield np.ascontiguousarray(np.rot90(pixels, round(frame.rotation / 90)))
+                yield upright(frame)
                 index = next(wanted, None)
             if index is None:
                 return
@@ -202,9 +204,28 @@ class VideoFile:
                 yield frame
 
 
+def upright(frame: "av.VideoFrame", form: str = "rgb24") -> np.ndarray:
+    """The picture of a frame, turned and mirrored by its display matrix to quarter turns, as by
+    FFmpeg: `[height, width]`, with colours `[height, width, channels]`.
+
+    Args:
+        form: PyAV's name of the pixel format.
+    """
+    pixels = frame.to_ndarray(format=form)
+    matrix = frame.side_data.get("DISPLAYMATRIX")
+    if matrix is not None:
+        # The place (x, y) is shown at (a x + c y, b x + d y).
+        a, b, _, c, d = np.frombuffer(matrix, np.int32)[:5].tolist()
+        if abs(b) > abs(a):
+            pixels, a, d = pixels.swapaxes(0, 1), c, b
+        pixels = pixels[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
+    return np.ascontiguousarray(pixels)
+
+
 @contextlib.contextmanager
 def opened_container(path: Path) -> "Iterator[tuple[av.container.InputContainer, av.VideoStream]]":
-    """The file and its first video stream; FFmpeg's errors become a BadSampleError."""
+    """The file and its first video stream that is no cover picture; FFmpeg's errors become a
+    BadSampleError."""
     if not os.path.isfile(path):
         raise BadSampleError("missing_video", f"there is no file {shown(str(path))}")
     with (
@@ -212,16 +233,19 @@ def opened_container(path: Path) -> "Iterator[tuple[av.container.InputContainer,
         # "file:" prevents FFmpeg from parsing a protocol in the name; titles may be broken text.
         av.open(f"file:{path}", options=_OPTIONS, metadata_errors="replace") as container,
     ):
-        if not container.streams.video:
+        cover = av.stream.Disposition.attached_pic
+        films = [each for each in container.streams.video if not each.disposition & cover]
+        if not films:
             # A file whose index is cut off shows streams of unknown kind as "data".
-            kinds = ", ".join(sorted({s.type for s in container.streams} - {"data"}))
+            others = {"cover picture" if s.type == "video" else s.type for s in container.streams}
+            kinds = ", ".join(sorted(others - {"data"}))
             raise BadSampleError(
                 "unreadable_video",
-                f"the file has no video stream, only: {kinds}; use a file with a picture"
+                f"the file has no video stream, only: {kinds}; use a file with a video"
                 if kinds
                 else f"the file cannot be decoded as a video (no picture in it); {_REMEDY}",
             )
-        stream = container.streams.video[0]
+        stream = films[0]
         _check_stream(stream)
         # Frames may be larger than the header states.
         stream.codec_context.options = {"max_pixels": str(_MOST_PIXELS)}

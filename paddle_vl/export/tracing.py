@@ -10,7 +10,7 @@ from typing import Any
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor
-from paddle.jit.dy2static.program_translator import convert_to_static
+from paddle.jit.dy2static.program_translator import FunctionCache, convert_to_static
 
 from paddle_vl.batch import visual_index
 from paddle_vl.nn.attention import RotaryTables, apply_rotary
@@ -41,12 +41,24 @@ def tracing() -> Iterator[None]:
         # be -1 in it.
         return convert_to_static(_kernels.get(of, of.plain))
 
+    cached: Any = FunctionCache
+    converted: dict[Any, Any] = {}
+
+    def convert_once(cache: FunctionCache, function: Any) -> Any:
+        # A method is another object at each use, and was converted for each layer and each call.
+        function = getattr(function, "__func__", function)
+        if function not in converted:
+            converted[function] = convert(cache, function)
+        return converted[function]
+
     # A table that was made in eager mode would become a parameter.
     kept, HostTable.is_kept = HostTable.is_kept, False
+    convert, cached._convert = cached._convert, convert_once
     try:
         with use_kernels(program_kernel):
             yield
     finally:
+        cached._convert = convert
         HostTable.is_kept = kept
 
 

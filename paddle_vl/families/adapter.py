@@ -1,4 +1,7 @@
-"""Low-rank adapters (LoRA) of a model: adding, loading, saving and merging them."""
+"""Low-rank adapters (LoRA) of a model: adding, loading, saving and merging them.
+
+Over 350 lines: all ways to an adapter share the names and sizes of its modules.
+"""
 
 import sys
 import zlib
@@ -296,6 +299,14 @@ def adapter_of(model: Model, stored: StoredAdapter) -> Adapter:
     """The adapter of a folder, its modules in model order."""
     whole = model.whole()
     linears = list(_linears(whole))
+    if (tied := whole.tied_embedding) is not None and any(
+        _lies_in(key, (tied, whole.output_module)) for key in stored.tensors
+    ):
+        how = "as one (ensure_weight_tying)" if stored.keeps_ties else "apart"
+        raise ValueError(
+            f"{stored.folder} trains {tied} and the head, which its base ties, {how}: make one "
+            "model of them, paddle-vl merge, and go on with that"
+        )
     unknown = sorted(stored.sizes.keys() - set(linears))
     if unknown:
         raise ValueError(

@@ -40,7 +40,13 @@ INERT_KEYS = frozenset(
     typical_p use_bfloat16 use_cache
     """.split()
 )
-
+# Entries of a config.json that tell how weights were quantized: HF's, an older one of
+# compressed-tensors, and MLX's.
+_QUANTIZATION = ("quantization_config", "compression_config", "quantization")
+UNQUANTIZED = (
+    "quantized weights are neither trained nor run here: load the model that they were made from, "
+    "on the hub mostly the name without its last part, such as -FP8, -AWQ, -GPTQ-Int4 or -bnb-4bit"
+)
 
 # pydantic's words, the longer ones first.
 _WORDS = {
@@ -201,9 +207,13 @@ def known_values(
         whose: who does not know a key, for the message: "this model".
 
     Raises:
-        ValueError: there are other keys; names them.
+        ValueError: there are other keys, names them; or the model's weights are quantized.
     """
-    names = {field.name for field in dataclasses.fields(cls)}
+    for name in _QUANTIZATION:
+        if how := values.get(name):
+            how = (isinstance(how, Mapping) and how.get("quant_method")) or how
+            raise ValueError(f"{whose}: {name} is {shown(how)}; {UNQUANTIZED}")
+    names, inert = {field.name for field in dataclasses.fields(cls)}, inert | {*_QUANTIZATION}
     if unknown := sorted(values.keys() - names - inert):
         raise ValueError(f"{whose} does not know the keys {unknown}: correct or remove them")
     known = {name: value for name, value in values.items() if name in names}

@@ -13,11 +13,16 @@ from typing import Any
 
 import numpy as np
 
+from paddle_vl.data.formats.tool_schemas import SCHEMAS_BY_NAME, VALUES
 from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer
 from paddle_vl.serving.answer_parts import CALL, CALL_END, THINK_END
 
 # Models that are held to JSON may write space without end.
 _SPACE = {"whitespace_pattern": r"[ \n\r\t]{1,20}"}
+# Formats of texts that llguidance 1.9 holds answers to; others it refuses.
+_FORMATS = (
+    "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
+)  # fmt: skip
 # Tokens among which the end of the reasoning is looked for.
 _LAST = 16
 
@@ -77,7 +82,7 @@ class Grammars:
         for i, (name, schema) in enumerate(tools.items()):
             head = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
             rules += [f'tool_{i}: {head} arguments_{i} "}}"']
-            rules += [json_rule(schema or {"type": "object"}, f"arguments_{i}")]
+            rules += [json_rule({"type": "object", **(schema or {})}, f"arguments_{i}")]
         return "\n".join(rules)
 
     def _mark(self, text: str) -> str:
@@ -87,10 +92,35 @@ class Grammars:
 
 
 def json_rule(schema: Any, name: str = "root") -> str:
-    """The rule of JSON values of a schema."""
+    """The rule of JSON values of a schema; its own `x-guidance` says how they are written."""
     if isinstance(schema, Mapping):
-        schema = {**schema, "x-guidance": _SPACE}
+        own = schema.get("x-guidance")
+        if own is None or (
+            isinstance(own, Mapping) and own.get("whitespace_flexible") is not False
+        ):
+            own = {**_SPACE, **(own or {})}
+        schema = {**_saying(schema), "x-guidance": own}
     return f"{name}: %json {json.dumps(schema)}"
+
+
+def _saying(schema: Any) -> Any:
+    """A schema without what says nothing in JSON Schema and llguidance refuses: formats that are
+    not known, and that names of properties are texts, as zod writes it."""
+    if isinstance(schema, list):
+        return [*map(_saying, schema)]
+    if not isinstance(schema, Mapping):
+        return schema
+    found = {}
+    for key, each in schema.items():
+        if key in SCHEMAS_BY_NAME and isinstance(each, Mapping):
+            found[key] = {name: _saying(one) for name, one in each.items()}
+        elif key in VALUES:
+            found[key] = each
+        elif key == "format" and isinstance(each, str) and each not in _FORMATS:
+            continue
+        elif key != "propertyNames" or each != {"type": "string"}:
+            found[key] = _saying(each)
+    return found
 
 
 def choice_rule(texts: Sequence[str]) -> str:
@@ -100,7 +130,8 @@ def choice_rule(texts: Sequence[str]) -> str:
 
 def regex_rule(pattern: str) -> str:
     """The rule of a regular expression."""
-    return "root: /" + re.sub(r"(?<!\\)/", r"\/", pattern) + "/"
+    escaped = re.sub(r"\\.|/", lambda found: found[0] if found[0] != "/" else r"\/", pattern)
+    return f"root: /{escaped}/"
 
 
 class Constraint:

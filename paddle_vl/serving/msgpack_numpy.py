@@ -20,10 +20,9 @@ from paddle_vl.data.media_file import image_size, load_rgb
 # Of a message. A picture's file may be much smaller than its pixels.
 _MOST = {"maps and lists": 1024, "pixels in pictures": 1 << 24}
 # Entries of a list, bytes of a text.
-_MOST_ENTRIES, _MOST_TEXT = 4096, 1 << 16
+_MOST_ENTRIES, MOST_TEXT = 4096, 1 << 16
 _MOST_DIMS = 8
-_NUMBER = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248])")
-_NUMBER_OR_TEXT = re.compile(rf"{_NUMBER.pattern}|[<>|=]?[US][1-9]\d{{0,3}}")
+_DTYPES = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248]|[US][1-9]\d{0,3})")
 
 
 class Dialect:
@@ -31,15 +30,14 @@ class Dialect:
 
     Args:
         keys: `bytes` or `str`, of the maps that stand for arrays.
-        dtypes: the dtypes that are read.
     """
 
-    def __init__(self, keys: type[bytes] | type[str], dtypes: re.Pattern[str]):
+    def __init__(self, keys: type[bytes] | type[str]):
         self._array, self._scalar, self._data, self._dtype, self._shape = (
             name.encode() if keys is bytes else name
             for name in ("__ndarray__", "__npgeneric__", "data", "dtype", "shape")
         )
-        self._keeps_scalars, self._dtypes = keys is bytes, dtypes
+        self._keeps_scalars = keys is bytes
 
     def pack(self, value: Any) -> bytes:
         return msgpack.Packer(default=self._plain).pack(value)
@@ -83,7 +81,7 @@ class Dialect:
                 message,
                 object_hook=read_map,
                 list_hook=read_list,
-                max_str_len=_MOST_TEXT,
+                max_str_len=MOST_TEXT,
                 max_array_len=_MOST_ENTRIES,
                 max_map_len=_MOST_ENTRIES,
                 max_ext_len=0,
@@ -114,8 +112,8 @@ class Dialect:
 
     def _known_dtype(self, found: dict[Any, Any]) -> np.dtype:
         name = found.get(self._dtype)
-        if not isinstance(name, str) or not self._dtypes.fullmatch(name):
-            raise ValueError(f"the dtype {str(name)[:40]!r} is none of {self._dtypes.pattern}")
+        if not isinstance(name, str) or not _DTYPES.fullmatch(name):
+            raise ValueError(f"the dtype {str(name)[:40]!r} is none of {_DTYPES.pattern}")
         return np.dtype(name)
 
     def _sizes(self, found: dict[Any, Any]) -> list[int]:
@@ -145,5 +143,5 @@ class Dialect:
             raise ValueError(f"a picture: {error.reason}") from error
 
 
-OPENPI = Dialect(bytes, _NUMBER_OR_TEXT)
-VLA_EVAL = Dialect(str, _NUMBER)
+OPENPI = Dialect(bytes)
+VLA_EVAL = Dialect(str)

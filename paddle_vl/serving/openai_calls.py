@@ -113,7 +113,7 @@ class Call:
                 self.choices.append(Choice(index, asked, self._reader(prompt)))
 
     def _reader(self, prompt: Prompt) -> AnswerReader:
-        decode, stops = self._served.prompts.processor.decode, self.request.stops
+        decode, stops = self._served.prompts.processor.decode, self.request.stop
         if isinstance(self.request, CompletionRequest):
             return AnswerReader(decode, stops, is_plain=True)
         several = self.request.parallel_tool_calls
@@ -176,7 +176,7 @@ class Call:
         if isinstance(choice, Mapping):
             function = choice.get("function") if choice.get("type") == "function" else None
             name = function.get("name") if isinstance(function, Mapping) else None
-            tools, several = {each: tools[each] for each in tools or () if each == name}, False
+            tools, several = {n: each for n, each in (tools or {}).items() if n == name}, False
         if not tools:
             raise ApiError(400, "tool_choice: none of 'tools' has this name", "tool_choice")
         return self._served.grammars.calls(tools, several)
@@ -272,12 +272,21 @@ class Call:
             return None
         if self._is_chat:
             return {"content": [*entries], "refusal": None}
-        tops = [{e["token"]: e["logprob"] for e in entry["top_logprobs"]} for entry in entries]
+        tops = [{_key(e): e["logprob"] for e in entry["top_logprobs"]} for entry in entries]
         return {
-            "tokens": [entry["token"] for entry in entries],
+            "tokens": [*map(_key, entries)],
             "token_logprobs": [entry["logprob"] for entry in entries],
             "top_logprobs": tops,
         }
+
+
+def _key(entry: Mapping[str, Any]) -> str:
+    """A token by which it differs from all others; parts of characters as OpenAI writes them."""
+    data = bytes(entry["bytes"])
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{each:02x}" for each in data)
 
 
 def _delta(parts: Parts, first_call: int = 0) -> dict[str, Any]:
@@ -307,10 +316,11 @@ def chat_call(served: ServedModel, body: bytes) -> Call:
     served.adapter_of(request.model)
     try:
         # Without calls the model need not know of them.
-        tools = [] if request.tool_choice == "none" else read_tools(request.tools)
+        given = [] if request.tool_choice == "none" else request.tools
+        tools = read_tools(given)
     except BadSampleError as error:
         raise ApiError(400, error.reason, "tools") from error
-    prompt = served.prompts.of_chat(request.messages, tools, request.chat_template_kwargs)
+    prompt = served.prompts.of_chat(request.messages, given, request.chat_template_kwargs)
     functions = [tool["function"] for tool in tools]
     schemas = {each["name"]: each.get("parameters") for each in functions}
     return Call(served, request, [prompt], schemas)

@@ -6,7 +6,7 @@ nothing.
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from paddle_vl.files.names import Foreign, without_foreign
@@ -69,6 +69,10 @@ class _ResponseFormat(_Fields):
 
 
 _Text = Annotated[str, Field(min_length=1)]
+# Texts, or a single one.
+_Texts = Annotated[
+    list[_Text], BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
+]
 
 
 class _StructuredOutputs(_Fields):
@@ -85,7 +89,7 @@ class _AnyRequest(_Fields):
     temperature: float | None = Field(ge=0, le=2, default=None)
     top_p: float | None = Field(gt=0, le=1, default=None)
     n: int = Field(ge=1, le=32, default=1)
-    stop: _Text | list[_Text] = Field(max_length=16, default_factory=list)
+    stop: _Texts = Field(max_length=16, default_factory=list)
     seed: int | None = Field(ge=-(2**63), lt=2**63, default=None)
     presence_penalty: float = Field(ge=-2, le=2, default=0.0)
     frequency_penalty: float = Field(ge=-2, le=2, default=0.0)
@@ -97,11 +101,6 @@ class _AnyRequest(_Fields):
     repetition_penalty: float | None = Field(gt=0, le=100, default=None)
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(max_length=64, default_factory=list)
     structured_outputs: _StructuredOutputs | None = None
-
-    @property
-    def stops(self) -> list[str]:
-        """The texts that end an answer."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop
 
 
 class ChatRequest(_AnyRequest):

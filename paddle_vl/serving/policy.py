@@ -13,7 +13,7 @@ import numpy as np
 from paddle_vl.config.families import family_of_folder
 from paddle_vl.export import load
 from paddle_vl.families.policy.acting import ActingPolicy, ChunkInputs, ObservationHistory
-from paddle_vl.families.policy.demonstrations.dataset import number_entry, number_rows, text_entry
+from paddle_vl.families.policy.demonstrations.dataset import number_entry, number_rows
 from paddle_vl.families.policy.demonstrations.sample import (
     NUMBER_TYPES,
     OPTIONAL_TEXTS,
@@ -21,7 +21,9 @@ from paddle_vl.families.policy.demonstrations.sample import (
     sample_rng,
 )
 from paddle_vl.families.policy.images import cameras_of, letterbox
+from paddle_vl.families.policy.normalize import text_of
 from paddle_vl.serving.batching import Request
+from paddle_vl.serving.msgpack_numpy import MOST_TEXT
 
 # The others are the planner's.
 _TEXTS = ("prompt", "dataset_repo_id", *(n for n in OPTIONAL_TEXTS if "memory" not in n))
@@ -62,8 +64,8 @@ class PolicyActor:
     An observation has the entries of `paddle_vl.families.pi07.policy` without the B axis, and
     `prefix_action` `[at least delay, A]` with `delay`. Images are uint8 `[H, W, 3]` or floats from
     0 to 1, with the channels last or first, of any size; cameras, state and `obs_history_is_pad`
-    may have several frames. Numbers such as `speed` need no `_is_pad`. Nested maps are flattened
-    with "/".
+    may have several frames. Numbers such as `speed` need no `_is_pad`; a text may have any of the
+    forms of `text_of`. Nested maps are flattened with "/".
 
     Args:
         usual_keys: gives the policy's names by the keys of this kind of clients, for its cameras.
@@ -220,7 +222,9 @@ class PolicyActor:
                 width = self.state_dim if name == "state" else self.action_dim
                 batch[name] = number_rows(entries, name, width)[None]
             elif name in _TEXTS:
-                batch[name] = [text_entry(entries, name)]
+                batch[name] = [text_of(name, value)]
+                if len(batch[name][0]) > MOST_TEXT:
+                    raise ValueError(f"{name!r} has more than {MOST_TEXT} characters: shorten it")
             elif name == _HISTORY_IS_PAD:
                 batch[name] = np.asarray(value)[None]
                 if batch[name].dtype != bool or batch[name].ndim != 2:

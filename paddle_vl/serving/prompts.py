@@ -5,7 +5,7 @@ is allowed, and public ones. The length of a prompt is checked before pixels are
 what a request takes is bounded by the tokens that it may have.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from urllib.parse import unquote
 import numpy as np
 
 from paddle_vl.data.formats.canonical import MEDIA
+from paddle_vl.data.formats.keys import RowSettings
 from paddle_vl.data.formats.reader import to_canonical
 from paddle_vl.data.jsonl import BadSampleError, sample_at
 from paddle_vl.data.media_file import MediaFolder, media_source
@@ -91,6 +92,9 @@ class Prompts:
                     batch = self._batch(row, Path(work))
             except BadSampleError as error:
                 reason = error.reason.removeprefix(f"a row of format {_FORMAT}: ")
+                # Without the folders of this machine.
+                for name, shown in self._own_names(work):
+                    reason = reason.replace(name, shown)
                 raise ApiError(400, reason, "messages", error.kind) from error
         ids = batch.pop("input_ids")[0]
         del batch["attention_mask"]
@@ -129,13 +133,23 @@ class Prompts:
                 code="context_length_exceeded",
             )
 
+    def _own_names(self, work: str) -> Iterator[tuple[str, str]]:
+        """What messages call files of this machine, and what clients are told."""
+        if (renderer := self.processor.template.renderer) is not None:
+            yield renderer.name, "the chat template"
+        for folder in (work, self._rules.folder):
+            if folder is not None and Path(folder).name:
+                yield f"{folder}/", ""
+                yield str(folder), "the server's folder"
+
     def _batch(self, row: Mapping[str, Any], work: Path) -> dict[str, np.ndarray]:
         """A row as the processor encodes it."""
-        canonical = to_canonical(row, format=_FORMAT)
+        canonical = to_canonical(row, RowSettings(nulls_are_values=True), format=_FORMAT)
         opened = [self._opened(message, work) for message in canonical.messages]
         conversation = Conversation.of(opened, canonical.tools, canonical.chat_template_kwargs)
         outline = self.processor.media(conversation, with_pixels=False)
-        num_visual = sum(len(seconds) * each for seconds, each in outline.video_prompts)
+        videos = outline.video_prompts
+        num_visual = sum(len(each.timestamps) * each.tokens_per_patch for each in videos)
         self.check_length(num_visual + sum(outline.num_image_tokens))
         return self.processor.encode_prompts([conversation])
 
@@ -184,7 +198,8 @@ def _literal(message: Any) -> Any:
     """A message whose text is literal: in plain contents of data, tags are places of images."""
     if not isinstance(message, Mapping):
         return message
-    message = {key: value for key, value in message.items() if value is not None}
+    # What OpenAI's client makes of an answer is no part of it.
+    message = {key: each for key, each in message.items() if each is not None and key != "parsed"}
     if message.get("role") == "developer":
         message["role"] = "system"
     content = message.get("content")

@@ -21,7 +21,7 @@ _TEXT = {
     "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8,
     "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]},
-    "initializer_range": 0.1,
+    "rope_theta": 5000000.0, "initializer_range": 0.1,
 }  # fmt: skip
 _VISION = {
     "depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "patch_size": 4,

@@ -21,6 +21,7 @@ from paddle_vl.checkpoint.manifest import (
     shared_out,
 )
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers, read_header
+from paddle_vl.config.families import model_values
 from paddle_vl.config.load import flatten, load_run_config
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
@@ -207,10 +208,14 @@ def changed_settings(checkpoint: Path, config: RunConfig) -> list[str]:
         for key in dict.fromkeys([*old, *new])
         if old.get(key) != new.get(key) and not _lies_in(key, _NOT_COMPARED)
     }
+    stored = flatten(model_values(checkpoint))
     fixed = [
         text
         for key, text in changes.items()
-        if _lies_in(key, config.fixed_settings) and not _is_moved(key, old.get(key), new.get(key))
+        if _lies_in(key, config.fixed_settings)
+        and not _is_moved(key, old.get(key), new.get(key))
+        # What the run of then left to a default may be named now.
+        and (key in old or stored.get(key.removeprefix("model.config.")) != new.get(key))
     ]
     # Samples per micro-batch over all ranks, the unit of the data position.
     before, now = (

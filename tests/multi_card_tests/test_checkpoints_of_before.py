@@ -25,8 +25,6 @@ SETTINGS = [
 TOPOLOGIES = {
     "one process": (1, []),
     "sharding2": (2, ["parallel.sharding_degree=2", "train.per_device_train_batch_size=1"]),
-    "mp2": (2, ["parallel.mp_degree=2"]),
-    "pp2": (2, ["parallel.pp_degree=2"]),
 }
 
 

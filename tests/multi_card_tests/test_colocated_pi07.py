@@ -1,14 +1,14 @@
 """pi07's policy and planner under the colocated schedule, in full runs against one device.
 
-Guarantees, with more, as many and fewer encoder lanes than data lanes, on samples with missing
-cameras, dropped goals and dropped pasts, so that items and loss counts differ from step to step:
+Guarantees, on samples with missing cameras, dropped goals and dropped pasts, so that items and loss
+counts differ from step to step, with a tower whose weights matter and move:
 
 - losses, norms, evaluations, parameters and moments equal one device's, with recomputation, rows on
-  the host, sequence parallelism and a sharded optimizer state, with a frozen tower, which encodes a
-  step ahead, and a partly frozen one; the tower's weights matter and move;
-- a resumed run is bit-identical; `final/` has its weights in one file; a plain run continues
-  colocated, and a colocated one plain;
-- dropout in the decoder draws the same numbers as under the plain schedule.
+  the host and a sharded optimizer state; a resumed run is bit-identical; `final/` has its weights
+  in one file;
+- (heavy) the same on four ranks, with sequence parallelism, fewer encoder lanes than data lanes and
+  sharded parameters, with a partly frozen tower, and of the planner; a plain run continues
+  colocated; dropout in the decoder draws the same numbers as under the plain schedule.
 
 `test_colocated_schedule` compares gradients themselves, and sees broken schedules.
 """
@@ -66,7 +66,6 @@ def encoder_mp(degree: int) -> str:
 
 # Other runs, each compared with one device: name -> overrides, layout on two ranks.
 VARIANTS = {
-    "frozen tower": (["model.freeze=[vision]"], [PP2]),
     "partly frozen tower": (
         ["model.freeze=['*vision_model.encoder.layers.0.*']"],
         [PP2, encoder_mp(2)],
@@ -145,19 +144,7 @@ def run_file(tmp_path_factory) -> Path:
 
 
 class TestRuns(EqualsOneDevice):
-    topologies: ClassVar = {
-        "pp2": (2, [COLOCATED, PP2, STATE, OFFLOAD, RECOMPUTE]),
-        "divided tower": (2, [COLOCATED, PP2, encoder_mp(2)]),
-    }
-    heavy: ClassVar = {
-        "pp2 dp2": (4, [COLOCATED, PP2, DP2, encoder_mp(4)]),
-        "sequence parallelism": (4, [COLOCATED, PP2, *SP]),
-        "fan-in": (4, [COLOCATED, PP2, DP2]),
-        "sharding": (4, [COLOCATED, PP2, "parallel.sharding_degree=2", encoder_mp(2), STATE]),
-        "cost": (2, [COLOCATED, PP2, "parallel.pp_split=cost"]),
-        "dynamic": (2, [COLOCATED, PP2, "parallel.pp_shapes=dynamic"]),
-        "tensor parallelism": (4, [COLOCATED, PP2, MP2, encoder_mp(2)]),
-    }
+    topologies: ClassVar = {"pp2": (2, [COLOCATED, PP2, STATE, OFFLOAD, RECOMPUTE])}
 
     @classmethod
     def settings(cls, run_file: Path, num_data_parts: int) -> list[str]:
@@ -185,9 +172,17 @@ class TestRuns(EqualsOneDevice):
     def test_the_trained_policy_is_one_file(self, several, one_device):
         assert_one_file_of_weights(several / "final", one_device / "final")
 
-    @pytest.mark.parametrize("name", ["pp2", pytest.param("pp2 dp2", marks=pytest.mark.heavy)])
-    def test_a_plain_run_continues_colocated(self, run_file, one_device, tmp_path, name):
-        size, layout = {**self.topologies, **self.heavy}[name]
+
+@pytest.mark.heavy
+class TestMoreRuns(TestRuns):
+    topologies: ClassVar = {
+        "pp2 dp2": (4, [COLOCATED, PP2, DP2, encoder_mp(4)]),
+        "sequence parallelism": (4, [COLOCATED, PP2, *SP]),
+        "sharding": (4, [COLOCATED, PP2, "parallel.sharding_degree=2", encoder_mp(2), STATE]),
+    }
+
+    def test_a_plain_run_continues_colocated(self, run_file, one_device, tmp_path):
+        size, layout = self.topologies["pp2 dp2"]
         settings = [*common(run_file, num_data_parts(layout)), *layout]
         shutil.copytree(one_device / "checkpoint-2", tmp_path / "checkpoint-2")
         launch(train, size, arguments=(run_file, tmp_path, [*settings, RESUME]))
@@ -195,6 +190,7 @@ class TestRuns(EqualsOneDevice):
         assert_close(arrays_of(tmp_path / "checkpoint-4"), wanted)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", VARIANTS)
 def test_other_runs_equal_one_device(run_file, tmp_path, name):
     settings, layout = VARIANTS[name]
@@ -205,6 +201,7 @@ def test_other_runs_equal_one_device(run_file, tmp_path, name):
     assert_equal_runs(Path(two), Path(one))
 
 
+@pytest.mark.heavy
 def test_dropout_draws_the_same_numbers_as_under_the_plain_schedule(run_file, tmp_path):
     settings = [*common(run_file), DROPOUT, PP2]
     plain, colocated = str(tmp_path / "plain"), str(tmp_path / "colocated")

@@ -5,8 +5,7 @@ where an encoder serves several lanes: one rank of each lane decodes its samples
 as many images as one device, and the other ranks map the bytes that the readers wrote; where ranks
 encode different items, each hands those of its own to its device, and later stages none; a
 machine that has later stages alone decodes nothing, with the same results; a bad sample ends all
-ranks with its message. (That runs equal one device and resume bit for bit is in `test_training` and
-`test_colocated`.)
+ranks with its message.
 """
 
 import os
@@ -26,7 +25,7 @@ from paddle_vl.families.vlm.own_pixels import PIXELS
 from paddle_vl.train import lanes
 from paddle_vl.train.build import build_trainer
 from tests.single_card_tests.train.tiny_run import write_tiny_run
-from tests.support.finished_runs import assert_equal_runs
+from tests.support.finished_runs import assert_equal_runs, assert_same_answers
 from tests.support.launch import launch
 from tests.support.topology_runs import CP, DAMPED, GLOBAL_BATCH, PP, SP, batch_settings
 
@@ -138,6 +137,7 @@ def test_a_machine_of_later_stages_decodes_nothing(tmp_path, ranks_per_machine):
     assert [each.images for each in ranks if each.images] == [one.images] * readers
     assert not any(each.images or each.pixels for each in ranks[2:])
     assert_equal_runs(tmp_path / "out", tmp_path / "one", "checkpoint-2")
+    assert_same_answers(tmp_path / "out", tmp_path / "one")
 
 
 def fails(run_file: str, output_dir: str, overrides: list[str], ranks_per_machine: int) -> str:

@@ -1,19 +1,15 @@
-"""LoRA runs on several ranks, against one device.
+"""Adapters on several ranks.
 
-Guarantees, under tensor and sequence parallelism (two ranks share a key head), in a pipeline, and
-with sharded parameters:
-
-- loss, gradient norm, every factor of every adapter, every fully trained module and every optimizer
-  state after four steps equal one device's, also of DoRA with a language model that is frozen at
-  first and rates by layer;
-- the adapters are saved as one PEFT file under every topology, and one rank continues from it;
-- dropout masks agree on the ranks of a tensor-parallel group if their inputs are replicated, and
-  differ if the inputs are sharded.
+Guarantees: dropout masks agree on the ranks of a tensor-parallel group if their inputs are
+replicated, and differ if the inputs are sharded. Besides (heavy), for DoRA with a language model
+that is frozen at first and rates by layer, under tensor and sequence parallelism (two ranks share a
+key head) and in a pipeline, whose last stage has nothing to train at first: loss, gradient norm,
+every factor of every adapter, every fully trained module and every optimizer state after four steps
+equal one device's, and a resumed run is bit-identical; the adapters are one PEFT file.
 """
 
 import json
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import paddle
@@ -35,26 +31,20 @@ from tests.support.finished_runs import assert_close, metrics_of
 from tests.support.launch import launch
 from tests.support.tolerance import TOPOLOGY
 from tests.support.topology_runs import (
-    CP,
     DAMPED,
     PP,
-    SHARDING,
-    STAGE_3,
-    ULYSSES,
+    SP,
     EqualsOneDevice,
     batch_settings,
 )
 
 TOPOLOGIES = {
     "mp2 with sequence parallelism": (2, [
-        "parallel.mp_degree=2", "parallel.sequence_parallel=true", "data.pad_to_multiple_of=2",
-        "train.recompute=mlp", "parallel.fleet.mp_configs={sp_async_reduce_scatter: true}",
+        *("parallel.mp_degree=2", *SP, "train.recompute=mlp"),
+        "parallel.fleet.mp_configs={sp_async_reduce_scatter: true}",
     ]),
     "pp2": (2, PP),
-    "sharding2 stage 1": (2, SHARDING),
-    "sharding2 stage 3": (2, [*SHARDING, STAGE_3]),
 }  # fmt: skip
-HEAVY = {"cp2 stage 3": (2, [*CP, STAGE_3]), "cp2 by heads": (2, [*CP, ULYSSES])}
 
 
 def kept_by_dropout() -> dict[str, np.ndarray]:
@@ -85,8 +75,9 @@ def test_dropout_draws_the_same_where_the_input_is_the_same():
         assert (values == second[name]).all() == (name == "whole rows"), name
 
 
-class TestLoRA(EqualsOneDevice):
-    topologies, heavy = TOPOLOGIES, HEAVY
+@pytest.mark.heavy
+class TestDoRA(EqualsOneDevice):
+    topologies = TOPOLOGIES
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -109,6 +100,8 @@ class TestLoRA(EqualsOneDevice):
             "model.lora={r: 2, lora_alpha: 6, target_modules: [all-linear, lm_head]}",
             "model.lora.modules_to_save=[mergers, model.language_model.norm]",
             "train.part_learning_rates={vision: 0.02, mergers: 0.005}",
+            *("model.lora.use_dora=true", "train.layer_decay={vision: 0.9, language: 0.8}"),
+            "train.unfreeze=[{at: 2, patterns: [language]}]",
             *("train.save_steps=2", "train.gradient_accumulation_steps=2", *DAMPED),
             *batch_settings(num_data_parts),
         ]
@@ -141,18 +134,3 @@ class TestLoRA(EqualsOneDevice):
         ]
         assert configs[0] == configs[1]
         assert not list((several / "final").glob("model*"))
-
-
-class TestDoRA(TestLoRA):
-    """In a pipeline the last stage has nothing to train in the first two steps."""
-
-    topologies: ClassVar = {"pp2": TOPOLOGIES["pp2"]}
-    heavy: ClassVar = {n: how for n, how in TOPOLOGIES.items() if n != "pp2"}
-
-    @classmethod
-    def settings(cls, run_file: Path, num_data_parts: int) -> list[str]:
-        return [
-            *super().settings(run_file, num_data_parts),
-            *("model.lora.use_dora=true", "train.layer_decay={vision: 0.9, language: 0.8}"),
-            "train.unfreeze=[{at: 2, patterns: [language]}]",
-        ]

@@ -16,9 +16,10 @@ from faults.runs import SignalledRun
 from faults.tiny_run import NUM_STEPS, write_tiny_run
 from faults.verdict import differences_of_runs
 
-PIPELINE = ("parallel.dp_degree=1", "parallel.pp_degree=2")
-PIPELINES = ("parallel.mp_degree=1", "parallel.dp_degree=2", "parallel.pp_degree=2")
-TENSOR = ("parallel.mp_degree=2", "parallel.dp_degree=2")
+pytestmark = pytest.mark.heavy
+# Messages between stages, and collectives.
+TOPOLOGY = ("parallel.mp_degree=1", "parallel.dp_degree=2", "parallel.pp_degree=2")
+PAUSE_S = 32
 
 
 @pytest.fixture(scope="module")
@@ -26,42 +27,24 @@ def run_file(tmp_path_factory) -> Path:
     return write_tiny_run(tmp_path_factory.mktemp("run") / "data")
 
 
-def run_paused(
-    start: str, run_file: Path, output_dir: Path, overrides: tuple[str, ...], seconds: float
-) -> None:
-    """Train to the end, with one rank paused at a random moment."""
-    rng = random.Random(str(output_dir))
-    with SignalledRun(start, run_file, output_dir, overrides) as run:
+def test_a_paused_rank_changes_nothing(run_file, tmp_path):
+    rng = random.Random(str(tmp_path))
+    with SignalledRun("nproc4", run_file, tmp_path / "out", TOPOLOGY) as run:
         run.wait_for_steps(rng.randrange(1, NUM_STEPS - 3))
         time.sleep(rng.uniform(0, 0.2))
         rank = run.rank(rng.randrange(2))
         rank.send_signal(signal.SIGSTOP)
-        time.sleep(seconds)
+        time.sleep(PAUSE_S)
         assert run.last_step() < NUM_STEPS
         rank.send_signal(signal.SIGCONT)
         ended = run.ended(time.monotonic())
     assert ended.code == 0, ended.output
     assert ended.last_step == NUM_STEPS
-
-
-@pytest.mark.parametrize(
-    ("start", "overrides", "seconds"),
-    [
-        pytest.param("nproc", PIPELINE, 32, marks=pytest.mark.heavy),
-        pytest.param("nproc", (), 32, marks=pytest.mark.heavy),
-        pytest.param("nproc4", PIPELINES, 32, marks=pytest.mark.heavy),
-        pytest.param("nproc4", TENSOR, 32, marks=pytest.mark.heavy),
-    ],
-    ids=["pp2", "dp2", "pp2-dp2", "mp2-dp2"],
-)
-def test_a_paused_rank_changes_nothing(run_file, tmp_path, start, overrides, seconds):
-    run_paused(start, run_file, tmp_path / "out", overrides, seconds)
-    with SignalledRun(start, run_file, tmp_path / "whole", overrides) as whole:
+    with SignalledRun("nproc4", run_file, tmp_path / "whole", TOPOLOGY) as whole:
         assert whole.ended(time.monotonic()).code == 0
     assert differences_of_runs(tmp_path / "out", tmp_path / "whole") == []
 
 
-@pytest.mark.heavy
 def test_a_rank_that_is_later_than_the_limit_is_named(run_file, tmp_path):
     overrides = ("parallel.timeout_s=8", "train.max_steps=100000")
     with SignalledRun("nproc", run_file, tmp_path / "out", overrides) as run:

@@ -20,6 +20,7 @@ import pytest
 from tests.support.finished_runs import assert_equal_runs, metrics_of
 from tests.support.tiny_mix import MAX_TOKENS, SAVE_STEPS, write_mix
 
+pytestmark = pytest.mark.heavy
 ROOT = Path(__file__).parents[2]
 FLEETRUN = Path(sys.executable).with_name("fleetrun")
 TRAIN = str(ROOT / "tools" / "train.py")

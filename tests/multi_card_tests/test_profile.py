@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.forked import ROOT
 
+pytestmark = pytest.mark.heavy
 STEPS = ["--nproc", "2", "--warmup", "1", "--steps", "2"]
 TOPOLOGIES = {
     # --nproc alone is data parallel.
@@ -36,7 +37,7 @@ def profile(run_file: Path, out: Path, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", [pytest.param("dp", marks=pytest.mark.heavy), "pipeline"])
+@pytest.mark.parametrize("name", TOPOLOGIES)
 def test_profile_has_both_processes(run_file, tmp_path, name):
     text = profile(run_file, tmp_path, *TOPOLOGIES[name])
     result = json.loads((tmp_path / "profile.json").read_text())
@@ -55,7 +56,6 @@ def test_profile_has_both_processes(run_file, tmp_path, name):
     assert "rank 1" in text
 
 
-@pytest.mark.heavy
 def test_matrix_runs_real_cells(run_file, tmp_path):
     text = profile(
         run_file, tmp_path, "--matrix", "--synthetic", "--sharding", "stage2", "--recompute",

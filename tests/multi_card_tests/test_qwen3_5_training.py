@@ -1,13 +1,14 @@
 """Training runs of Qwen3.5 on several ranks, against the same run file and global batch on one
-device.
+device. `tests/routes` has more on two.
 
-Guarantees: tensor parallelism with sequence parallelism, a pipeline cut by the layers' costs,
+Guarantees: tensor parallelism with sequence parallelism, and (heavy) its mixes with a pipeline,
 sharding stage 3 and expert parallelism give every metric, generated answer, parameter and moment of
 one device, from samples of different lengths with two images, one and none; a resumed run is
-bit-identical, and one rank continues what several saved.
+bit-identical.
 """
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -26,7 +27,6 @@ from tests.support.topology_runs import (
     STAGE_3,
     EqualsOneDevice,
     batch_settings,
-    continue_run,
     write_mixed_run,
 )
 
@@ -58,29 +58,9 @@ class _Runs(EqualsOneDevice):
         assert_near(arrays_of(several / "checkpoint-4"), arrays_of(one_device / "checkpoint-4"))
         assert_same_answers(several, one_device)
 
-    def test_one_process_continues_what_several_saved(
-        self, several, one_device, run_file, tmp_path, request
-    ):
-        continue_run(run_file, several, tmp_path, self.settings(run_file, 1))
-        assert_near(arrays_of(tmp_path / "checkpoint-4"), arrays_of(one_device / "checkpoint-4"))
-
 
 class TestDense(_Runs):
-    topologies = {  # noqa: RUF012
-        "mp2 with sequence parallelism": (2, [*MP, "train.recompute=attention"]),
-        "pp2": (2, [*PP, "parallel.pp_split=cost"]),
-    }
-    heavy = {  # noqa: RUF012
-        "sharding2 stage 3": (2, [*SHARDING, STAGE_3]),
-        "mp2": (2, ["parallel.mp_degree=2"]),
-        "dp2": (2, ["parallel.dp_degree=2"]),
-        "sharding2 stage 1": (2, [*SHARDING]),
-        "sharding2 stage 2": (2, [*SHARDING, "parallel.sharding_stage=2"]),
-        "mp2 pp2 with sequence parallelism": (4, [*MP, *PP]),
-        "sharding2 mp2 stage 3": (4, [*MP, *SHARDING, STAGE_3]),
-        "mp2 with replicated vision": (2, [*MP, "parallel.vision=replicate"]),
-        "pp2 colocated": (2, [*PP, "parallel.schedule=colocated"]),
-    }
+    topologies: ClassVar = {"mp2": (2, [*MP, "train.recompute=attention"])}
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -88,13 +68,17 @@ class TestDense(_Runs):
         return write_mixed_run(tmp_path_factory.mktemp("run"), 24, MODEL_3_5)
 
 
-class TestExperts(_Runs):
-    topologies = {  # noqa: RUF012
-        "dp2 ep2": (2, ["parallel.dp_degree=2", "parallel.ep_degree=2"]),
+@pytest.mark.heavy
+class TestDenseOnFourRanks(TestDense):
+    topologies: ClassVar = {
+        "mp2 pp2": (4, [*MP, *PP, "parallel.pp_split=cost"]),
+        "sharding2 mp2 stage 3": (4, [*MP, *SHARDING, STAGE_3]),
     }
-    heavy = {  # noqa: RUF012
-        "mp2 with sequence parallelism": (2, MP),
-        "pp2": (2, [*PP, "train.recompute=mlp"]),
+
+
+@pytest.mark.heavy
+class TestExperts(_Runs):
+    topologies: ClassVar = {
         "dp2 ep2 mp2": (4, ["parallel.dp_degree=2", "parallel.ep_degree=2", *MP]),
     }
 

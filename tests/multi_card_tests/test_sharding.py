@@ -1,4 +1,4 @@
-"""Sharding stages 2 and 3 on 2 ranks (with `-m heavy` on 4) against one device.
+"""Sharding stages 2 and 3 on 2 ranks against one device.
 
 The model has units that save weights in every way, frozen parameters inside and outside of units,
 sizes that no group size divides, and a parameter that only one rank uses. Each rank has its own
@@ -22,7 +22,7 @@ The checks are in `sharding_checks`.
 import numpy as np
 import pytest
 
-from tests.multi_card_tests.sharding_checks import HALVES, MICRO_BATCHES, MODES, worker
+from tests.multi_card_tests.sharding_checks import HALVES, MICRO_BATCHES, MODES, RANKS, worker
 from tests.support.launch import launch, outcome_of
 from tests.support.sharding_memory import Elements, ModelElements, at_peak, passing_bytes
 from tests.support.sharding_models import NUM_BLOCKS, NUM_LAYERS, NUM_WIDE, WIDE_BYTES
@@ -36,9 +36,9 @@ SLACK = WIDE_BYTES // 8
 GATHER, REDUCE = "all_gather", "reduce_scatter"
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.heavy)])
-def outcomes(request):
-    return launch(worker, request.param, arguments=(request.param,))
+@pytest.fixture(scope="module")
+def outcomes():
+    return launch(worker, RANKS)
 
 
 def assert_equals_single(outcomes, trained: list[dict]) -> None:

@@ -31,7 +31,7 @@ MODEL: dict[str, Any] = {
     "text_config": {
         "vocab_size": 256, "hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-        "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]},
+        "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]}, "rope_theta": 1e6,
     },
     "vision_config": {
         "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 4, "patch_size": 4,
@@ -225,9 +225,15 @@ def longest_path(of_ranks: Sequence[Sequence[Collective]]) -> int:
     return max(depth(rank, len(calls) - 1) for rank, calls in enumerate(of_ranks))
 
 
-@pytest.mark.heavy
-def test_stages_idle_while_a_pipeline_fills_and_drains(outcomes):
+@pytest.mark.parametrize(
+    ("ranks", "name", "idle"),
+    [
+        (2, "pp", 1 / 3),
+        (2, "dp", None),
+        pytest.param(4, "pp of 4", 3 / 7, marks=pytest.mark.heavy),
+    ],
+)
+def test_stages_idle_while_a_pipeline_fills_and_drains(outcomes, ranks, name, idle):
     """With p even stages and m micro-batches p - 1 of m + p - 1 passes; collectives take none."""
-    for ranks, name, idle in ((2, "pp", 1 / 3), (4, "pp of 4", 3 / 7), (2, "dp", None)):
-        [prediction] = outcome_of(outcomes(ranks)[1], name)
-        assert prediction["idle"] == (idle and pytest.approx(idle))
+    [prediction] = outcome_of(outcomes(ranks)[1], name)
+    assert prediction["idle"] == (idle and pytest.approx(idle))

@@ -29,6 +29,7 @@ SAVED = {
 HEAVY = (
     "Ctrl-C with data workers",
     "SIGTERM in a burst to --nproc",
+    "SIGTERM to the launcher of fleetrun",
     "SIGTERM to one rank of fleetrun",
 )
 

@@ -1,13 +1,13 @@
-"""Full training runs on several ranks, against the same run file and global batch on one device.
+"""Full training runs of Qwen3-VL under topologies of several axes, against the same run file and
+global batch on one device. `tests/routes` has those of one axis.
 
-Guarantees, over every kind of parallelism and mixes of them, on micro-batches of different lengths,
-with two images, with one and with none:
+Guarantees, on micro-batches of different lengths, with two images, with one and with none:
 
 - loss, gradient norm, evaluation loss, generated answers, their scores, the best evaluation and
-  every parameter after four optimizer steps are equal;
+  every parameter and moment after four optimizer steps are equal;
 - a resumed run is bit-identical under the same topology;
-- one rank continues what several saved, and so do several ranks in another topology;
-- every rank writes a part of the checkpoint, and none writes all of it.
+- another topology continues, and every rank writes a part of the checkpoint, none all of it;
+- ranks with nothing to train keep in step.
 """
 
 import json
@@ -35,93 +35,37 @@ from tests.support.topology_runs import (
     write_mixed_run,
 )
 
+pytestmark = pytest.mark.heavy
 OVERLAP = (
     "parallel.fleet.sharding_configs={comm_overlap: true, enable_fuse_optimizer_states: true}",
     "parallel.sharding_gather_overlap=true",
     "train.recompute=full",
 )
+MP2, PP4 = ("parallel.mp_degree=2", *SP), ("parallel.pp_degree=4",)
 VIRTUAL = ("parallel.num_virtual_stages=2",)
 # The same samples in twice as many micro-batches.
 HALVES = ("train.gradient_accumulation_steps=8", "train.per_device_train_batch_size=2")
+# As on GPUs.
+BATCHED = "parallel.fleet.pp_configs={use_batch_p2p_comm: true}"
 TOPOLOGIES = {
-    "dp2": (2, ["parallel.dp_degree=2", "parallel.dp_comm_overlap=true"]),
-    # Recomputation repeats the collectives of a layer in the backward pass.
-    "mp2 with sequence parallelism": (
-        2,
-        ["parallel.mp_degree=2", *SP, "train.recompute=attention"],
-    ),
-    "pp2": (2, [*PP, "parallel.pp_split=cost", "train.recompute=full"]),
-    "sharding2 stage 3": (2, [*SHARDING, STAGE_3, "train.recompute=act"]),
-    "cp2": (2, CP),
-}
-# Cases for machines with more than two cores.
-HEAVY = {
-    "mp2 pp2 with sequence parallelism": (4, ["parallel.mp_degree=2", *PP, *SP]),
-    "sharding2 stage 1": (2, [*SHARDING, "parallel.sharding_stage=1"]),
-    "mp2": (2, ["parallel.mp_degree=2", "parallel.vision=replicate"]),
-    "pp2 dualpipev": (2, [*PP, "parallel.pp_schedule=dualpipev"]),
-    "pp4 interleaved": (4, ["parallel.pp_degree=4", *VIRTUAL, *HALVES]),
-    "sharding2 mp2": (
+    "mp2 pp2": (4, [*MP2, *PP]),
+    "mp2 pp2 dualpipev": (4, [*MP2, *PP, "parallel.pp_schedule=dualpipev"]),
+    "pp4 interleaved": (4, [*PP4, *VIRTUAL, *HALVES]),
+    "pp4 fthenb, reserved": (
         4,
-        ["parallel.mp_degree=2", *SHARDING, STAGE_3, *SP],
+        [*PP4, *VIRTUAL, "parallel.pp_schedule=fthenb", "parallel.pp_visual_rows=64"],
     ),
-    "pp2 dynamic": (2, [*PP, "parallel.pp_shapes=dynamic"]),
-    "sharding2 stage 1 with overlap": (2, [*SHARDING, *OVERLAP]),
-    "dp2 mp2": (4, ["parallel.dp_degree=2", "parallel.mp_degree=2", *SP]),
-    "sharding2 stage 2": (2, [*SHARDING, "parallel.sharding_stage=2", "train.recompute=mlp"]),
-    "sharding2 stage 3, kept": (
-        2,
-        [*SHARDING, STAGE_3, "parallel.reshard_after_forward=false", "train.recompute=full"],
-    ),
-    "sharding2 stage 2, reduced once": (
-        2,
-        [*SHARDING, "parallel.sharding_stage=2", "parallel.reduce_once_per_step=true"],
-    ),
+    "pp4 balanced memory": (4, [*PP4, *VIRTUAL, "parallel.pp_schedule=balanced_memory"]),
+    "sharding2 pp2 with overlap": (4, [*SHARDING, *PP, *OVERLAP]),
     "dp2 sharding2 stage 3, kept": (
         4,
         ["parallel.dp_degree=2", *SHARDING, STAGE_3, "parallel.reshard_after_forward=false"],
     ),
-    "pp4": (4, ["parallel.pp_degree=4", "parallel.pp_split=cost"]),
-    "pp3 interleaved": (3, ["parallel.pp_degree=3", *VIRTUAL, *HALVES]),
-    "pp2 reserved": (2, [*PP, "parallel.pp_visual_rows=64"]),
-    "pp4 fthenb": (4, ["parallel.pp_degree=4", *VIRTUAL, "parallel.pp_schedule=fthenb"]),
-    "pp4 balanced memory": (
-        4,
-        ["parallel.pp_degree=4", *VIRTUAL, "parallel.pp_schedule=balanced_memory"],
-    ),
-    # As on GPUs.
-    "mp2 pp2 with batched messages": (
-        4,
-        [
-            "parallel.mp_degree=2",
-            *PP,
-            *SP,
-            "parallel.fleet.pp_configs={use_batch_p2p_comm: true}",
-        ],
-    ),
-    "mp2 pp2 dualpipev": (
-        4,
-        ["parallel.mp_degree=2", *PP, *SP, "parallel.pp_schedule=dualpipev"],
-    ),
-    "sharding2 pp2": (4, [*SHARDING, *PP, *OVERLAP]),
-    "sharding2 pp2 dualpipev": (4, [*SHARDING, *PP, "parallel.pp_schedule=dualpipev"]),
-    "sharding2 mp2 stage 1": (4, ["parallel.mp_degree=2", *SHARDING, *SP, *OVERLAP]),
-    "dp2 sharding2 stage 1": (4, ["parallel.dp_degree=2", *SHARDING, *OVERLAP]),
-    "dp2 sharding2 stage 2": (4, ["parallel.dp_degree=2", *SHARDING, "parallel.sharding_stage=2"]),
-    "cp2 mp2 with sequence parallelism": (
-        4,
-        [*CP[:-1], "parallel.mp_degree=2", SP[0], "data.pad_to_multiple_of=4"],
-    ),
-    "cp2 mp2, tower everywhere": (4, [*CP, "parallel.mp_degree=2", "parallel.vision=replicate"]),
-    "cp2 pp2": (4, [*CP, *PP, "train.recompute=attention"]),
-    "cp2 pp2 dualpipev": (4, [*CP, *PP, "parallel.pp_schedule=dualpipev"]),
-    "cp2 stage 3": (2, [*CP, STAGE_3, "train.recompute=full"]),
-    "dp2 cp2 with overlap": (4, ["parallel.dp_degree=2", *CP, *OVERLAP]),
     "cp2 of sharding4 stage 3": (
         4,
         ["parallel.sharding_degree=4", *CP[1:], STAGE_3, "train.recompute=mlp"],
     ),
-    "dp2 mp2 pp2": (8, ["parallel.dp_degree=2", "parallel.mp_degree=2", *PP, *SP]),
+    "dp2 mp2 pp2 with batched messages": (8, ["parallel.dp_degree=2", *MP2, *PP, BATCHED]),
 }
 # The tower's three feature levels cross two boundaries of interleaved stages.
 MODEL = TINY_MODEL | {
@@ -147,7 +91,7 @@ def run_file(tmp_path_factory) -> Path:
 
 
 class TestQwen3VL(EqualsOneDevice):
-    topologies, heavy = TOPOLOGIES, HEAVY
+    topologies = TOPOLOGIES
 
     @classmethod
     def settings(cls, run_file: Path, num_data_parts: int) -> list[str]:
@@ -176,7 +120,7 @@ def one_device(run_file, tmp_path_factory) -> Path:
 
 def test_another_topology_continues_what_all_processes_wrote(run_file, one_device, tmp_path):
     first, then = tmp_path / "first", tmp_path / "then"
-    parts = ["parallel.mp_degree=2", *PP, *SP]
+    parts = [*MP2, *PP]
     launch(
         train,
         4,
@@ -193,13 +137,11 @@ def test_another_topology_continues_what_all_processes_wrote(run_file, one_devic
     assert_close(arrays_of(then / "checkpoint-4"), arrays_of(one_device / "checkpoint-4"))
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize("frozen", ["model.language_model.*", "model.visual.*"])
 @pytest.mark.parametrize("topology", [[*PP], [*SHARDING, STAGE_3]], ids=str)
-def test_processes_with_nothing_to_train_keep_in_step(run_file, tmp_path, frozen, topology):
+def test_processes_with_nothing_to_train_keep_in_step(run_file, tmp_path, topology):
     """The ranks hold a frozen pipeline stage, or frozen sharding units."""
     one, two = tmp_path / "one", tmp_path / "two"
-    frozen = f"model.freeze=['{frozen}']"
+    frozen = "model.freeze=['model.language_model.*']"
     train(str(run_file), str(one), [*common(run_file), *batch_settings(1), frozen])
     parts = 2 if topology[0] in SHARDING else 1
     overrides = [*common(run_file), *batch_settings(parts), *topology, frozen]

@@ -85,10 +85,15 @@ def modules() -> list[str]:
 
 
 @functools.cache
+def nodes(module: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse((PACKAGE / module).read_text(encoding="utf-8"))))
+
+
+@functools.cache
 def imported_names(module: str) -> set[str]:
     """Dotted names that a file imports, at any level."""
     names = set()
-    for node in ast.walk(ast.parse((PACKAGE / module).read_text(encoding="utf-8"))):
+    for node in nodes(module):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -104,7 +109,7 @@ def uses_distributed_attribute(module: str) -> bool:
         and node.attr == "distributed"
         and isinstance(node.value, ast.Name)
         and node.value.id == "paddle"
-        for node in ast.walk(ast.parse((PACKAGE / module).read_text(encoding="utf-8")))
+        for node in nodes(module)
     )
 
 

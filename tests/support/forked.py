@@ -153,6 +153,11 @@ class Forked:
         if self.poll() is None:
             os.killpg(self.pid, signal.SIGKILL)
 
+    @property
+    def processor_seconds(self) -> float:
+        """What it and its children have used, once there is an exit code."""
+        return self._server.seconds[self.pid]
+
 
 class _Server:
     """This process's end of a fork server."""
@@ -170,6 +175,7 @@ class _Server:
                 start_new_session=True,
             )
         self._codes: dict[int, int] = {}
+        self.seconds: dict[int, float] = {}
         # The server ends when the connection does.
         atexit.register(process.wait)
         atexit.register(self._connection.close)
@@ -187,7 +193,7 @@ class _Server:
 
     def _receive(self) -> int | None:
         """Take a message; returns the number of a process that has started."""
-        pid, code = self._connection.recv()
+        pid, code, self.seconds[pid] = self._connection.recv()
         if code is None:
             return pid
         self._codes[pid] = code
@@ -214,7 +220,9 @@ def _serve(connection: Connection) -> tuple:
             if isinstance(ready, int):
                 pid = running.pop(ready)
                 os.close(ready)
-                connection.send((pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+                _, status, used = os.wait4(pid, 0)
+                seconds = used.ru_utime + used.ru_stime
+                connection.send((pid, os.waitstatus_to_exitcode(status), seconds))
                 continue
             try:
                 job = connection.recv()
@@ -226,7 +234,7 @@ def _serve(connection: Connection) -> tuple:
             if pid == 0:
                 os.setsid()
                 # Sent here, so that a process known to the tests leads its session.
-                connection.send((os.getpid(), None))
+                connection.send((os.getpid(), None, 0.0))
                 connection.close()
                 for descriptor in running:
                     os.close(descriptor)

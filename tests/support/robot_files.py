@@ -6,6 +6,7 @@ one grey level, `level(i)`.
 
 import json
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -128,18 +129,30 @@ def write_lerobot(
 
 
 def write_levels(
-    path: Path, levels: Sequence[int], fps: int, size: tuple[int, int] = (32, 48), gop: int = 100
+    path: Path,
+    levels: Sequence[int],
+    fps: int,
+    size: tuple[int, int] = (32, 48),
+    gop: int = 100,
+    times: Sequence[float] | None = None,
 ) -> Path:
-    """Write a video of grey frames in H.264 with B-frames, a key frame every `gop` frames."""
+    """Write a video of grey frames in H.264 with B-frames, a key frame every `gop` frames.
+
+    Args:
+        times: of the frames in seconds, instead of those at the rate.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(path), "w") as container:
         options = {"g": str(gop), "bf": "2", "crf": "12", "sc_threshold": "0"}
         stream = container.add_stream("libx264", rate=fps, options=options)
         stream.height, stream.width = size
         stream.pix_fmt = "yuv420p"
-        for each in levels:
+        for number, each in enumerate(levels):
             pixels = np.full((*size, 3), each, dtype=np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            if times is not None:
+                frame.pts, frame.time_base = round(times[number] * fps), Fraction(1, fps)
+            container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return path
 

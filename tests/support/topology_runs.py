@@ -18,7 +18,7 @@ import pytest
 from paddle_vl.config.load import load_run_config
 from paddle_vl.train.build import build_trainer
 from tests.single_card_tests.train.tiny_run import write_records, write_tiny_run
-from tests.support.finished_runs import arrays_of, assert_close, assert_equal_runs
+from tests.support.finished_runs import arrays_of, assert_equal_runs
 from tests.support.launch import launch
 
 RESUME = "train.resume_from_checkpoint=auto"
@@ -92,11 +92,9 @@ class EqualsOneDevice:
 
     Attributes:
         topologies: number of ranks and settings, by name.
-        heavy: those for `pytest -m heavy`.
     """
 
     topologies: ClassVar[Mapping[str, tuple[int, Sequence[str]]]] = {}
-    heavy: ClassVar[Mapping[str, tuple[int, Sequence[str]]]] = {}
 
     @classmethod
     def settings(cls, run_file: Path, num_data_parts: int) -> list[str]:
@@ -116,9 +114,7 @@ class EqualsOneDevice:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "several" in metafunc.fixturenames:
-            heavy = [pytest.param(name, marks=pytest.mark.heavy) for name in self.heavy]
-            names = [*self.topologies, *heavy]
-            metafunc.parametrize("several", names, indirect=True, scope="class")
+            metafunc.parametrize("several", list(self.topologies), indirect=True, scope="class")
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -130,7 +126,7 @@ class EqualsOneDevice:
     @pytest.fixture(scope="class")
     @classmethod
     def several(cls, request, run_file: Path, tmp_path_factory) -> Path:
-        num_ranks, topology = {**cls.topologies, **cls.heavy}[request.param]
+        num_ranks, topology = cls.topologies[request.param]
         output_dir = tmp_path_factory.mktemp("several") / "out"
         settings = cls.settings(run_file, num_data_parts(topology))
         cls.launch(num_ranks, run_file, output_dir, [*settings, *topology])
@@ -145,21 +141,3 @@ class EqualsOneDevice:
         assert found.keys() == wanted.keys()
         for key, array in wanted.items():
             np.testing.assert_array_equal(found[key], array, err_msg=key)
-
-    def test_one_process_continues_what_several_saved(
-        self, several, one_device, run_file, tmp_path, request
-    ):
-        found, wanted = (self.arrays_of(run / "checkpoint-2") for run in (several, one_device))
-        assert_close(found, wanted)
-        name = request.node.callspec.params["several"]
-        if name not in (*list(self.topologies)[-1:], *self.heavy):
-            # What is one device's can be continued, as one of the topologies shows.
-            return
-        topology = {**self.topologies, **self.heavy}[name][1]
-        # Micro-batches of another size, of the same samples.
-        batches = [setting for setting in topology if setting.startswith("train.gradient_acc")]
-        batches += [setting for setting in topology if "per_device_train" in setting]
-        settings = [*self.settings(run_file, 1), *batches]
-        continue_run(run_file, several, tmp_path, settings)
-        found = self.arrays_of(tmp_path / "checkpoint-4")
-        assert_close(found, self.arrays_of(one_device / "checkpoint-4"))

@@ -5,7 +5,7 @@ Paddle's CPU build can trace bfloat16 but not compute in it. Hand-written gradie
 of a GPU, or the plain implementations; Paddle chooses those of attention as on a GPU.
 """
 
-import traceback
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -168,11 +168,12 @@ def _recorded(casts: list[Cast], dropped: Cast | None) -> Callable:
     plain = paddle.pir.Value.astype
 
     def astype(self, dtype):
-        caller = next(
-            f for f in reversed(traceback.extract_stack()[:-1]) if "/paddle_vl/" in f.filename
-        )
-        place = Cast(caller.filename.rpartition("/paddle_vl/")[2], caller.lineno)
         if str(dtype).endswith("float32") and self.dtype == paddle.bfloat16:
+            frame = sys._getframe(1)
+            while "/paddle_vl/" not in frame.f_code.co_filename:
+                frame = frame.f_back
+            file = frame.f_code.co_filename.rpartition("/paddle_vl/")[2]
+            place = Cast(file, frame.f_lineno)
             if place == dropped:
                 return self
             casts.append(place)

@@ -95,7 +95,7 @@ def _work(runner: Any, batches: list[Any], patches: int) -> dict[str, float]:
     model = runner.model.config
     text, vision = model.text_config, model.vision_config
     tokens = sum(batch["input_ids"].size for batch in batches)
-    grids = [batch["image_grid_thw"] for batch in batches if "pixel_values" in batch]
+    grids = [batch["image_grid_thw"] for batch in batches if "image_grid_thw" in batch]
     everything = sum(int(grid.prod(axis=1).sum()) for grid in grids)
     heads = text.num_attention_heads + text.num_key_value_heads
     layer = 2 * text.hidden_size * heads * text.head_dim

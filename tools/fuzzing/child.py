@@ -4,6 +4,7 @@ It sends each input that it begins, and the verdict. Inputs follow from the seed
 process continues after the input that killed the previous one.
 """
 
+import gc
 import logging
 import os
 import warnings
@@ -61,6 +62,8 @@ def main(task: Task, sender: Connection, log: Path, directory: Path) -> None:
     with log.open("wb") as stream:
         for descriptor in (1, 2):
             os.dup2(stream.fileno(), descriptor)
+    # Hypothesis collects what is not frozen.
+    gc.freeze()
     os.chdir(directory)
     os.environ["MPLCONFIGDIR"] = str(directory.with_name("matplotlib"))
     os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(directory.with_name("hypothesis"))

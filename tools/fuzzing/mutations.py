@@ -43,7 +43,6 @@ _TEXT_TOKENS = [
     b"[", b"{", b"}", b"]", b",", b":", b'"', b"null", b"NaN", b"-Infinity", b"1e999", b"-", b"0",
     b"9" * 5000, b'"\\ud800"', b'"\\u0000"', b"\\", b"\0", b"\xff", b"\xed\xa0\x80",
     b"\xef\xbb\xbf", b"\r\n", b"\n", b"\t", b'"a":1,', b'"step":1,', b"[" * 2000, b'{"a":' * 2000,
-    b"[" * 200_000,
     b"/*", b"//", b"'", b" " * 1000,
 ]  # fmt: skip
 

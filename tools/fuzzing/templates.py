@@ -1,4 +1,4 @@
-"""Chat templates that are damaged or hostile, and rows whose texts are template code."""
+"""Chat templates that are damaged or odd, and rows whose texts are template code."""
 
 import copy
 import json
@@ -28,9 +28,10 @@ _NAME, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
 _VIDEO = VideoPrompt((0.0, 1.0), 4)
 # Rows are rendered many times, each within this limit.
 _SECONDS = 0.2
-_HOSTILE = Path(__file__).with_name("hostile_templates.txt").read_text().splitlines()
-_DEEP = ["{{" + "(" * 3000, "{% if 1 %}" * 300, "{{ x" + ".y" * 3000 + " }}", "{{ 'a' + " * 2000,
-         "{{ 'a'" + "~'a'" * 3000 + " }}", "{{ 0x" + "f" * 5000 + " }}", "\0"]  # fmt: skip
+# Characters of a text and steps of a rendering: harmless templates meet a limit too.
+_LIMIT = 20_000
+_DEEP = ["{{" + "(" * 300, "{% if 1 %}" * 90, "{{ x" + ".y" * 300 + " }}", "{{ 'a' + " * 300,
+         "{{ 'a'" + "~'a'" * 300 + " }}", "{{ 0x" + "f" * 5000 + " }}", "\0"]  # fmt: skip
 
 
 def _sources() -> dict[str, str]:
@@ -38,9 +39,16 @@ def _sources() -> dict[str, str]:
     return {"built_in": JINJA_TEMPLATE, **golden}
 
 
+def _small_templates() -> list[str]:
+    cases = json.loads((_FOLDER / "environment.json").read_bytes())
+    small = [case["template"] for case in cases["cases"].values()]
+    return [*small, *cases["refused_with_lowered_limits"]["templates"]]
+
+
 def _opened(folder: Path) -> TemplateEncoder:
     """The encoder of the template in a folder."""
     environment.MAX_SECONDS = _SECONDS
+    environment.MAX_TEXT = environment.MAX_STEPS = _LIMIT
     found = read_folder_templates(folder)
     if found is None:
         raise RuntimeError(f"{folder} has no chat template")
@@ -105,10 +113,8 @@ def chat_templates(folder: Path) -> Parser:
         if len(refused) == len(rows):
             raise refused[0]
 
-    cases = json.loads((_FOLDER / "environment.json").read_bytes())
-    small = [case["template"] for case in cases["cases"].values()]
-    hostile = [*_HOSTILE, *_DEEP, *small, *cases["not_stopped_by_the_sandbox"]]
-    snippets, whole = [[each.encode() for each in texts] for texts in (hostile, sources.values())]
+    odd = [*_DEEP, *_small_templates()]
+    snippets, whole = [[each.encode() for each in texts] for texts in (odd, sources.values())]
     code = st.sampled_from(snippets) | damaged_text(snippets)
 
     @st.composite
@@ -140,5 +146,5 @@ def template_rows(folder: Path) -> Parser:
         if error := check_row(row, encoders):
             raise error
 
-    code = [*_HOSTILE, "{{ messages }}", "{% endfor %}", "#}", "{% generation %}"]
+    code = [*_small_templates(), "{{ messages }}", "{% endfor %}", "#}", "{% generation %}"]
     return Parser(in_file(file.name, with_texts(seeds, code)), parse, ("rows.jsonl:1",))

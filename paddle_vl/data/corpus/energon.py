@@ -1,11 +1,11 @@
 """What Megatron Energon keeps beside WebDataset files: `.nv-meta/dataset.yaml` names the members of
-a sample, `.nv-meta/split.yaml` the files of each split.
+a sample, `.nv-meta/split.yaml` (or `.json`, where there is no such file) the files of each split.
 
 Source: https://nvidia.github.io/Megatron-Energon/data_on_disk.html
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from paddle_vl.files.inner_path import inner_path
-from paddle_vl.files.text_file import read_text
+from paddle_vl.files.text_file import read_json_object, read_text
 
 META = ".nv-meta"
 _ROW_FIELDS = ("conversation", "conversations", "messages", "json")
@@ -21,6 +21,7 @@ _IMAGE_FIELDS = ("image", "images", "img", "imgs")
 _TEXT_FIELDS = {"text": "txt", "caption": "txt"}
 # `field_map`, and classes and tags that Energon gives the samples, which say nothing about files.
 _DATASET = ("field_map", "__module__", "__class__", "sample_type", "subflavor", "subflavors")
+_SPLIT_FILES = ("split.yaml", "split.json")
 _SPLIT = ("split_parts", "exclude")
 _MEMBER = re.compile(r"[\w-]+(\.[\w-]+)*")
 _BRACES = re.compile(r"\{(\d{1,9})\.\.(\d{1,9})\}|\{([^{}]*)\}")
@@ -68,14 +69,22 @@ def fields_of(shard: Path) -> Fields:
 
 
 def files_of_split(folder: Path, split: str) -> list[Path]:
-    """The WebDataset files of a split of a data set with a folder `.nv-meta`; all if it has no
-    splits.
+    """The WebDataset files of a split of a data set with a folder `.nv-meta`; of one without splits
+    all are `train`.
 
     Raises:
         RuntimeError: there is no such split, or it cannot be read.
     """
-    if not (file := folder / META / "split.yaml").is_file():
-        return sorted(folder.rglob("*.tar"))
+    found = [file for name in _SPLIT_FILES if (file := folder / META / name).is_file()]
+    if not found:
+        others = sorted(file.name for file in (folder / META).glob("split*"))
+        if others or split != "train":
+            raise RuntimeError(
+                f"{folder / META} has no {' or '.join(_SPLIT_FILES)}, which say the files of split "
+                f"{split!r}: {f'rename {others[0]}' if others else 'write one, or name the files'}"
+            )
+        return visible(folder.rglob("*.tar"), folder)
+    file = found[0]
     settings = _settings(file, _SPLIT)
     parts = settings.get("split_parts") or {}
     if split not in parts:
@@ -89,9 +98,16 @@ def files_of_split(folder: Path, split: str) -> list[Path]:
     return [inner_path(folder, each, file) for each in names if each not in excluded]
 
 
+def visible(files: Iterable[Path], folder: Path) -> list[Path]:
+    """Files in their order, without hidden ones of the folder, such as `._a.tar` of macOS."""
+    return [file for file in sorted(files) if "/." not in f"/{file.relative_to(folder)}"]
+
+
 def _settings(file: Path, known: tuple[str, ...]) -> dict[str, Any]:
+    what = "a description of a data set"
     try:
-        found = yaml.safe_load(read_text(file, "a description of a data set"))
+        is_json = file.suffix == ".json"
+        found = read_json_object(file, what) if is_json else yaml.safe_load(read_text(file, what))
     except yaml.YAMLError as error:
         raise RuntimeError(f"{file} is no YAML ({error}): write it again") from error
     if not isinstance(found, dict):

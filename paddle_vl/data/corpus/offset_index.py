@@ -25,7 +25,7 @@ from paddle_vl.data.corpus.cache import Cache, FileState, file_state, opened_fil
 from paddle_vl.files.text_file import locked, replacing
 
 logger = logging.getLogger(__name__)
-MAGIC = b"PVLIDX03"
+MAGIC = b"PVLIDX04"
 # Magic; state of the data file; documents, hash of the content, whether row numbers are lines.
 _HEADER = struct.Struct("<8sQQQQQQ")
 _WORD = 8

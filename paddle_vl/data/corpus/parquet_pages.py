@@ -11,12 +11,16 @@ import mmap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 # Offset, level and validity of a value, at least.
 VALUE_BYTES = 8
 # Fields of PageHeader, and of the headers of data and dictionary pages in it.
 _UNPACKED, _STORED, _NUM_VALUES = 2, 3, 1
 _DICTIONARY = 7
 _PAGE_KINDS = (5, _DICTIONARY, 8)
+# Types of pyarrow that older versions do not have, and those with the same values.
+_VIEWS = {"string_view": "large_string", "binary_view": "large_binary"}
 
 
 def stated_size(path: Path, metadata: Any, group: int) -> tuple[int, list[str]]:
@@ -58,28 +62,62 @@ def stated_size(path: Path, metadata: Any, group: int) -> tuple[int, list[str]]:
 
 
 def unpacked_bytes(column: Any) -> int:
-    """Bytes of pyarrow's column if its dictionaries were written out."""
+    """Bytes of pyarrow's column, chunked or not, if dictionaries and views were written out."""
     import pyarrow.compute
     from pyarrow import chunked_array, types
 
     # Its functions are made when it is imported.
     compute: Any = pyarrow.compute
-    kind = column.type
+    kind, chunks = column.type, getattr(column, "chunks", [column])
     if types.is_struct(kind):
         return sum(map(unpacked_bytes, column.flatten()))
     if types.is_map(kind):
-        parts = [part for chunk in column.chunks for part in (chunk.keys, chunk.items)]
+        parts = [part for chunk in chunks for part in (chunk.keys, chunk.items)]
         return sum(unpacked_bytes(chunked_array([part])) for part in parts)
-    if types.is_list(kind) or types.is_large_list(kind):
+    if hasattr(kind, "value_field"):
         return unpacked_bytes(compute.list_flatten(column))
+    if str(kind) in _VIEWS:
+        return sum(map(_bytes_of_views, chunks))
     if not types.is_dictionary(kind):
         return column.nbytes
     total = 0
-    for chunk in column.chunks:
+    for chunk in chunks:
         lengths = compute.binary_length(chunk.dictionary).cast("int64")
         total += chunk.indices.nbytes
         total += compute.sum(compute.take(lengths, chunk.indices)).as_py() or 0
     return total
+
+
+def _bytes_of_views(column: Any) -> int:
+    # Views of 16 bytes begin with the length.
+    lengths = np.frombuffer(column.buffers()[1] or b"", "<i4")[::4]
+    own = lengths[column.offset : column.offset + len(column)]
+    return int(own[np.asarray(column.is_valid())].sum(dtype=np.int64)) + 16 * len(column)
+
+
+def plain_type(kind: Any) -> Any:
+    """pyarrow's type without dictionaries and views (polars has both), to which it cannot cast
+    columns that were read with their dictionaries."""
+    import pyarrow
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        return plain_type(kind.value_type)
+    if (name := str(kind)) in _VIEWS:
+        return getattr(pyarrow, _VIEWS[name])()
+    if types.is_struct(kind):
+        fields = [kind.field(number) for number in range(kind.num_fields)]
+        return pyarrow.struct([field.with_type(plain_type(field.type)) for field in fields])
+    if types.is_map(kind):
+        return pyarrow.map_(plain_type(kind.key_type), plain_type(kind.item_type))
+    if hasattr(kind, "value_field"):
+        inner = kind.value_field.with_type(plain_type(kind.value_type))
+        if types.is_fixed_size_list(kind):
+            return pyarrow.list_(inner, kind.list_size)
+        # pyarrow 26 casts a view to a list with offsets of the same width wrongly.
+        is_large_view = name.startswith("large_list_view")
+        return pyarrow.list_(inner) if is_large_view else pyarrow.large_list(inner)
+    return kind
 
 
 class _Header:

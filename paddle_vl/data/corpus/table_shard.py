@@ -24,8 +24,13 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-from paddle_vl.data.corpus.cache import Cache, file_state
-from paddle_vl.data.corpus.parquet_pages import VALUE_BYTES, stated_size, unpacked_bytes
+from paddle_vl.data.corpus.cache import Cache, file_state, first_bytes
+from paddle_vl.data.corpus.parquet_pages import (
+    VALUE_BYTES,
+    plain_type,
+    stated_size,
+    unpacked_bytes,
+)
 from paddle_vl.data.corpus.shard import BINARY_PER_TEXT, Row, Shard, check_row_size
 from paddle_vl.data.jsonl import BadSampleError, parse_value
 
@@ -35,12 +40,20 @@ _LISTS = ("Sequence", "List", "LargeList")
 _TAIL = 8
 # A row group may take so many lines of data.max_line_bytes in memory: 1 GiB.
 _GROUP_LINES = 1024
+# Begins a file with a footer, which knows its batches but not whether they are compressed.
+_FILE = b"ARROW1"
 # Marks the end of an Arrow stream; only a file that is cut off has none.
 _END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class TableShard(Shard):
-    """Rows of a table, in groups."""
+    """Rows of a table, in groups.
+
+    Attributes:
+        has_views: whether values may lie anywhere in a group, or several in the same bytes.
+    """
+
+    has_views = False
 
     # Groups are kept by it, and there may be many.
     def __hash__(self) -> int:
@@ -67,7 +80,8 @@ class TableShard(Shard):
         group = bisect_right(self._starts, row) - 1
         found = self.group(group).slice(row - self._starts[group], 1)
         # Values are counted where these few bytes may be too many.
-        if (size := found.nbytes) > (1 + BINARY_PER_TEXT) * self.max_line_bytes:
+        size = sum(map(unpacked_bytes, found.columns)) if self.has_views else found.nbytes
+        if size > (1 + BINARY_PER_TEXT) * self.max_line_bytes:
             check_row_size(0, size, self.max_line_bytes)
         # Tables fill keys that a row does not have with null.
         values = _without_nulls(found.to_pylist()[0])
@@ -125,6 +139,7 @@ class ArrowShard(TableShard):
     """
 
     begins: tuple[int, ...]
+    has_views: bool
 
     __hash__ = TableShard.__hash__
 
@@ -137,6 +152,11 @@ class ArrowShard(TableShard):
         Raises:
             RuntimeError: it is no Arrow stream, damaged, of another layout, or pyarrow is missing.
         """
+        if first_bytes(path, len(_FILE)) == _FILE:
+            raise RuntimeError(
+                f"data file {path} is an Arrow file (Feather), and streams are read: write it "
+                "again as one (polars: write_ipc_stream, pyarrow: ipc.new_stream), or as Parquet"
+            )
         state, counts, begins = file_state(path), [], []
         refusal = f"data file {path} is no whole Arrow stream"
         with (
@@ -148,7 +168,7 @@ class ArrowShard(TableShard):
             begin = file.tell()
             while (message := _next(arrow, file)) is not None:
                 if message.type != "record batch":
-                    raise ValueError(f"it has a {message.type}; save the data set again")
+                    raise ValueError(f"it has a {message.type}; cast categorical columns to texts")
                 batch = arrow.ipc.read_record_batch(message, schema)
                 batch.validate()
                 if batch.get_total_buffer_size() > file.tell() - begin:
@@ -161,7 +181,9 @@ class ArrowShard(TableShard):
                 raise ValueError("it ends early")
         content = xxh3_64_intdigest(str((state.size, state.blocks, counts)).encode())
         groups = tuple(counts)
-        return cls(str(path), state, groups, content, copies, max_line_bytes, tuple(begins))
+        has_views = "_view" in str(schema.types)
+        starts = tuple(begins)
+        return cls(str(path), state, groups, content, copies, max_line_bytes, starts, has_views)
 
     def group(self, number: int) -> Any:
         return _record_batch(self, number)
@@ -184,7 +206,9 @@ def _row_group(shard: ParquetShard, number: int) -> Any:
         if table.num_rows != shard.groups[number]:
             raise ValueError(f"it has {table.num_rows} rows and states {shard.groups[number]}")
         check_size(sum(map(unpacked_bytes, table.columns)))
-        return table.cast(metadata.schema.to_arrow_schema())
+        schema = metadata.schema.to_arrow_schema()
+        fields = [field.with_type(plain_type(field.type)) for field in schema]
+        return table.cast(arrow.schema(fields, schema.metadata))
 
 
 def _too_large(group: int, size: int, max_line_bytes: int) -> str | None:

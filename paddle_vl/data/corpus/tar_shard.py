@@ -5,6 +5,9 @@ A document is the run of members with the same name up to the first dot of the f
     0001.jpg  0001.txt                    an image and its caption
     0002.json  0002.a.jpg  0002.b.jpg     a row, and the images that it names (`a.jpg`, `b.jpg`)
 
+Members that webdataset and Energon skip belong to none, wherever they lie: files named `__this__`
+or of a folder `__this__` at the top, and those whose name begins with a dot (of macOS) or has none.
+
 A `.json` member is the row; `.txt` becomes its `text`, and the only image member its `image`.
 Entries of `image` and `images` that name a member become that member's bytes, and so do the images
 of a conversation's messages; its image members that nothing names are its `images`. The row may be
@@ -13,6 +16,7 @@ shards); `.nv-meta/dataset.yaml` may give the members other names, see `energon`
 """
 
 import io
+import re
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -34,6 +38,7 @@ _ROWS = ("conversation.json", "conversations.json", "messages.json")
 _CONVERSATIONS = ("messages", "conversations", "conversation")
 _BOM = b"\xef\xbb\xbf"
 _USUAL = Fields()
+_SKIPPED = re.compile(r"__[^/]*__($|/)")
 # What tarfile raises for damaged archives; MemoryError for headers of impossible sizes.
 _BROKEN = (
     OSError, tarfile.TarError, EOFError, ValueError, ArithmeticError, RecursionError, MemoryError,
@@ -66,24 +71,27 @@ class TarShard(IndexedShard):
 
     @classmethod
     def offsets(cls, path: Path) -> Offsets:
-        hashed, starts, end = xxh3_64(), [], 0
+        hashed, starts, end, last_end = xxh3_64(), [], 0, 0
         last = None
         try:
             for member in _headers(path):
                 if member.offset < end:
                     raise tarfile.ReadError(f"member {member.name} overlaps the one before")
+                end = member.offset_data + (member.size + 511) // 512 * 512
+                if _is_skipped(member.name):
+                    continue
                 key, _ = _key_of(member.name)
                 if key != last:
                     starts.append(member.offset)
                     last = key
                 hashed.update(f"{member.name}:{member.size}:{member.mtime},".encode())
-                end = member.offset_data + (member.size + 511) // 512 * 512
+                last_end = end
         except _BROKEN as error:
             raise ValueError(
                 f"it is no uncompressed tar file, or a damaged one ({error}): shards must be .tar, "
                 "as they are read at any place; fetch or write it again"
             ) from error
-        return Offsets(np.array([*starts, end], dtype=np.uint64), hashed.intdigest())
+        return Offsets(np.array([*starts, last_end], dtype=np.uint64), hashed.intdigest())
 
     def read(self, row: int) -> Row:
         return _row(self._members(row), self.fields)
@@ -106,6 +114,7 @@ class TarShard(IndexedShard):
         try:
             with tarfile.open(fileobj=block, mode="r:") as archive:
                 members = [_checked(member) for member in archive if member.isfile()]
+                members = [each for each in members if not _is_skipped(each.name)]
                 sizes = {True: 0, False: 0}
                 for member in members:
                     sizes[_key_of(member.name)[1].lower() in _TEXTS] += member.size
@@ -120,6 +129,11 @@ class TarShard(IndexedShard):
                 "unreadable_sample", f"its members cannot be read ({error}): fetch the file again"
             ) from error
         return found
+
+
+def _is_skipped(name: str) -> bool:
+    stem, dot, _ = name.rpartition("/")[2].partition(".")
+    return not (stem and dot) or _SKIPPED.match(name) is not None
 
 
 def _key_of(name: str) -> tuple[str, str]:

@@ -66,7 +66,7 @@ _PART_SETTINGS = {
     "image": _SIZES,
     "video": (
         "fps", "nframes", "num_frames", "min_frames", "max_frames", "total_pixels", "video_start",
-        "video_end", *_SIZES,
+        "video_end", "sample_fps", "raw_fps", *_SIZES,
     ),
 }  # fmt: skip
 _SETTINGS_FOR_ALL = {
@@ -136,6 +136,7 @@ class RowSettings:
         tags: LLaMA-Factory's names of keys and roles of a message (`role_tag`, `user_tag`, ...).
         mask_history: learn the last turn only.
         train_on_prompt: learn all text.
+        nulls_are_values: nulls in calls and tools are meant, and not filled in by a table.
         image_size: width and height in pixels of an image, upright, from its source.
     """
 
@@ -148,6 +149,7 @@ class RowSettings:
     tags: Mapping[str, str] = field(default_factory=dict)
     mask_history: bool = False
     train_on_prompt: bool = False
+    nulls_are_values: bool = False
     image_size: Callable[[Any], tuple[int, int]] | None = None
 
     def __post_init__(self) -> None:

@@ -230,10 +230,13 @@ def _canonical_row(
     extras = extras_of(row)
     objects = grounding.read_objects(row.get("objects"))
     has_objects = objects is not None
+    tools = tool_calls.read_tools(row.get("tools"), settings.nulls_are_values)
+    schemas = {each["function"]["name"]: each["function"].get("parameters") for each in tools}
+    of_calls = None if settings.nulls_are_values else schemas
     drafts = [
         draft
         for number, message in enumerate(list_of(row["messages"], "messages"), start=1)
-        for draft in _drafts(message, f"message {number}", has_objects)
+        for draft in _drafts(message, f"message {number}", has_objects, of_calls)
     ]
     set_targets(drafts, row.get("label"), settings)
     drafts = _with_system(drafts, row, has_objects)
@@ -244,7 +247,7 @@ def _canonical_row(
     canonical = CanonicalRow(
         [as_message(turn) for turn in turns],
         format,
-        tool_calls.read_tools(row["tools"]) if row.get("tools") else [],
+        tools,
         _template_settings(row.get("chat_template_kwargs")),
         extras,
         settings.train_on_prompt,
@@ -259,14 +262,20 @@ def _canonical_row(
     return canonical
 
 
-def _drafts(message: Any, where: str, has_objects: bool) -> Iterator[Draft]:
-    """The message; of Anthropic's also the answers of tools in it."""
+def _drafts(
+    message: Any, where: str, has_objects: bool, schemas: tool_calls.Schemas
+) -> Iterator[Draft]:
+    """The message; of Anthropic's also the answers of tools in it.
+
+    Args:
+        schemas: see `read_calls`.
+    """
     message, role = _checked(message, where)
     content = message.get("content", "")
     draft = Draft(role, [], where, read_targets(message, role, where))
     if message["role"] in tool_calls.CALL_ROLES:
         thought, call = tool_calls.split_thought(content)
-        draft.calls, draft.call_ids = tool_calls.read_calls(call, where)
+        draft.calls, draft.call_ids = tool_calls.read_calls(call, where, schemas)
         content = [{"type": "text", "text": thought}]
     elif role == "tool":
         draft.call_ids = [tool_calls.call_id(message.get("tool_call_id"), where)]
@@ -281,7 +290,7 @@ def _drafts(message: Any, where: str, has_objects: bool) -> Iterator[Draft]:
                 yield _answer(part, where)
                 draft = Draft(role, [], where)
             else:
-                _add_part(draft, part, where)
+                _add_part(draft, part, where, schemas)
         if content and not draft.parts and role == "user":
             return
     else:
@@ -290,7 +299,7 @@ def _drafts(message: Any, where: str, has_objects: bool) -> Iterator[Draft]:
             f"{where} has content of type {type(content).__name__}; a string or list is needed",
         )
     if not is_empty(message.get("tool_calls")):
-        _add_calls(draft, message["tool_calls"])
+        _add_calls(draft, message["tool_calls"], schemas)
     draft.reasoning = _reasoning(message, draft)
     kinds = [part["type"] for part in draft.parts if part["type"] in MEDIA]
     if role == "assistant" and kinds:
@@ -334,7 +343,7 @@ def _has_parts(content: Any) -> bool:
     )
 
 
-def _add_part(draft: Draft, part: Any, where: str) -> None:
+def _add_part(draft: Draft, part: Any, where: str, schemas: tool_calls.Schemas = None) -> None:
     """Add a content part, or a block with a call, to the draft."""
     given = part.get("type") if isinstance(part, Mapping) else None
     kind = _PART_TYPES.get(given) if isinstance(given, str) else None
@@ -347,7 +356,7 @@ def _add_part(draft: Draft, part: Any, where: str) -> None:
     if kind == "tool_use" and draft.role == "assistant":
         check_part_keys(part, kind, where)
         call = {"id": part.get("id"), "name": part.get("name"), "arguments": part.get("input")}
-        return _add_calls(draft, call)
+        return _add_calls(draft, call, schemas)
     raise BadSampleError(
         "unsupported" if given in _REFUSED_PARTS else "missing_key",
         f"{where} has the part {brief(part)}; use {{'type': 'text', 'text': ...}}, "
@@ -355,8 +364,8 @@ def _add_part(draft: Draft, part: Any, where: str) -> None:
     )
 
 
-def _add_calls(draft: Draft, value: Any) -> None:
-    calls, ids = tool_calls.read_calls(value, draft.where)
+def _add_calls(draft: Draft, value: Any, schemas: tool_calls.Schemas) -> None:
+    calls, ids = tool_calls.read_calls(value, draft.where, schemas)
     draft.calls += calls
     draft.call_ids += ids
 

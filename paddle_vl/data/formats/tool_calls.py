@@ -2,6 +2,8 @@
 
 Definitions become OpenAI's wrapped form, calls `tool_calls` of an assistant's message with their
 arguments as an object, answers messages of role `tool` in the order of the calls.
+
+Nulls that tables fill in are left out of objects; JSON texts are as their writers meant them.
 """
 
 import re
@@ -10,6 +12,7 @@ from typing import Any
 
 from paddle_vl.data.formats.canonical import CanonicalRow, Draft
 from paddle_vl.data.formats.keys import from_text, is_empty, refuse_unknown
+from paddle_vl.data.formats.tool_schemas import schema_without_nulls, without_nulls
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import brief
 
@@ -20,8 +23,10 @@ _THOUGHT = re.compile(r"\s*(<think>.*?</think>)\s*", re.DOTALL)
 # Keys of Anthropic's definitions, as OpenAI names them.
 _ANTHROPIC = {"input_schema": "parameters"}
 
+Schemas = Mapping[str, Any] | None
 
-def read_tools(value: Any) -> list[dict[str, Any]]:
+
+def read_tools(value: Any, nulls_are_values: bool = False) -> list[dict[str, Any]]:
     """The definitions of a row.
 
     Args:
@@ -33,14 +38,16 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
     tools = [] if is_empty(value) else from_text(value)
     if not isinstance(tools, list | tuple):
         raise _bad_tools(f"are {brief(value)!r}, no list of definitions and no JSON text of one")
-    found = [_definition(from_text(tool)) for tool in tools]
+    are_meant = nulls_are_values or isinstance(value, str)
+    found = [_definition(tool, are_meant or isinstance(tool, str)) for tool in tools]
     names = [each["function"]["name"] for each in found]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise _bad_tools(f"have several definitions of {', '.join(twice)}")
     return found
 
 
-def _definition(tool: Any) -> dict[str, Any]:
+def _definition(tool: Any, nulls_are_values: bool) -> dict[str, Any]:
+    tool = from_text(tool)
     if not isinstance(tool, Mapping):
         raise _bad_tools(f"have {brief(tool)!r}, no object")
     outer = {key: value for key, value in tool.items() if value is not None}
@@ -53,6 +60,8 @@ def _definition(tool: Any) -> dict[str, Any]:
     function = {
         _ANTHROPIC.get(key, key): each for key, each in function.items() if each is not None
     }
+    if not nulls_are_values:
+        function = {key: schema_without_nulls(each, each) for key, each in function.items()}
     if "parameters" in function:
         function["parameters"] = from_text(function["parameters"])
         if not isinstance(function["parameters"], Mapping):
@@ -67,11 +76,14 @@ def _bad_tools(reason: str) -> BadSampleError:
     return BadSampleError("bad_tools", f"'tools' {reason}: {remedy}")
 
 
-def read_calls(value: Any, where: str) -> tuple[list[dict[str, Any]], list[str | None]]:
-    """The calls of a message and their ids.
+def read_calls(
+    value: Any, where: str, schemas: Schemas
+) -> tuple[list[dict[str, Any]], list[str | None]]:
+    """The calls of a message and their ids; without arguments they have none.
 
     Args:
         value: one call or a list of calls, wrapped or bare, or the JSON text.
+        schemas: of the arguments, by name; None where nulls are values.
 
     Raises:
         BadSampleError: a call without a name, or whose arguments are no object.
@@ -80,14 +92,16 @@ def read_calls(value: Any, where: str) -> tuple[list[dict[str, Any]], list[str |
     calls = [found] if isinstance(found, Mapping) else found
     if not isinstance(calls, list | tuple) or not calls:
         raise _bad_call(where, f"{brief(value)!r}, which is no JSON object and no list of objects")
-    read = [_call(from_text(call), where) for call in calls]
+    texts = [isinstance(value, str) or isinstance(call, str) for call in calls]
+    pairs = zip(calls, texts, strict=True)
+    read = [_call(from_text(call), where, None if text else schemas) for call, text in pairs]
     ids = [each for _, each in read if each is not None]
     if len(set(ids)) < len(ids):
         raise _bad_call(where, f"two calls with the same id among {brief(ids)}")
     return [call for call, _ in read], [each for _, each in read]
 
 
-def _call(call: Any, where: str) -> tuple[dict[str, Any], str | None]:
+def _call(call: Any, where: str, schemas: Schemas) -> tuple[dict[str, Any], str | None]:
     if not isinstance(call, Mapping):
         raise _bad_call(where, f"{brief(call)!r}, which is no object")
     call = {key: value for key, value in call.items() if value is not None}
@@ -96,18 +110,23 @@ def _call(call: Any, where: str) -> tuple[dict[str, Any], str | None]:
     function = call.get("function", call)
     if not isinstance(function, Mapping) or not _is_name(function.get("name")):
         raise _bad_call(where, f"{brief(call)} without a 'name'")
-    outer, inner = ("type", "id", "function"), ("name", "arguments")
+    function = {key: value for key, value in function.items() if value is not None}
+    # OpenAI's client keeps the index in a stream, and adds what it makes of the arguments.
+    outer, inner = ("type", "id", "index", "function"), ("name", "arguments", "parsed_arguments")
     known = (("call", call, outer), ("function", function, inner))
-    for what, given, keys in known if function is not call else (("call", call, outer + inner),):
+    for what, given, keys in known if "function" in call else (("call", call, outer + inner),):
         for key in given:
             if key not in keys:
                 refuse_unknown(key, f"a {what} of {where}", keys)
-    arguments = from_text(function.get("arguments"))
+    name, given = function["name"], function.get("arguments", "")
+    arguments = from_text(given)
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        arguments = {}
     if not isinstance(arguments, Mapping):
-        raise _bad_call(
-            where, f"of {brief(function['name'])!r} with arguments {brief(arguments)!r}"
-        )
-    wrapped = {"name": function["name"], "arguments": dict(arguments)}
+        raise _bad_call(where, f"of {brief(name)!r} with arguments {brief(arguments)!r}")
+    if schemas is not None and arguments is given:
+        arguments = without_nulls(arguments, schemas.get(name), schemas.get(name))
+    wrapped = {"name": name, "arguments": dict(arguments)}
     return {"type": "function", "function": wrapped}, call_id(call.get("id"), where)
 
 

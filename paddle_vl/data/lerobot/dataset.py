@@ -37,7 +37,8 @@ class LeRobotDataset:
         metadata: what the folder says of itself.
         episodes: the chosen ones.
         fps: frames per second: `fps`, or what the dataset declares.
-        tolerance_s: most seconds by which a timestamp may differ from its frame's time.
+        tolerance_s: most seconds by which a timestamp may differ from its frame's time, but for
+            the rounding of float32.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class LeRobotDataset:
         skip_timestamp_check: bool = False,
         depth_unit: DepthUnit = "mm",
     ):
-        """Open a dataset; only its `meta` is read.
+        """Open a dataset; only its `meta` is read, and in version 3.0 the lengths of its files.
 
         Args:
             episodes: numbers of the episodes to read; None for all.
@@ -222,11 +223,16 @@ class LeRobotDataset:
                 )
         if self._skips_check:
             return
-        steps = np.diff(table["timestamp"].to_numpy().astype(np.float64))
+        stamps = table["timestamp"].to_numpy().astype(np.float64)
+        steps = np.diff(stamps)
         # Timestamps follow the declared rate where only that is wrong, or the true one.
         rates = {self.metadata.fps, self.fps}
         far = np.min([np.abs(steps - 1 / rate) for rate in rates], axis=0)
-        if len(wrong := np.flatnonzero(~(far <= self.tolerance_s))):
+        allowed: Any = self.tolerance_s
+        if np.array_equal(single := stamps.astype(np.float32), stamps):
+            # Both stamps of a step are rounded, after 1,024 s to 0.12 ms.
+            allowed = allowed + np.minimum(np.spacing(np.abs(single[1:])), 0.5 / max(rates))
+        if len(wrong := np.flatnonzero(~(far <= allowed))):
             named = " or ".join(f"{rate:g}" for rate in sorted(rates))
             raise BadSampleError(
                 "frame_time",

@@ -15,7 +15,7 @@ from paddle_vl.data.jsonl import BadSampleError
 
 DepthUnit = Literal["mm", "m"]
 VIDEO_FORM = "gray12le"
-_MM_PER_M = np.float32(1000)
+MM_PER_M = 1000.0
 _MOST_CODE = 4095
 # lerobot's defaults.
 _RANGE = {"depth_min": 0.01, "depth_max": 10.0, "shift": 3.5, "use_log": True}
@@ -37,7 +37,7 @@ def of_codes(codes: np.ndarray, info: Mapping[str, Any], unit: DepthUnit) -> np.
     if use_log:
         metres = np.exp(metres.astype(np.float64)).astype(np.float32) - np.float32(shift)
     metres = np.clip(metres, np.float32(least), np.float32(most))
-    return metres if unit == "m" else np.rint(metres * _MM_PER_M)
+    return metres if unit == "m" else np.rint(metres * MM_PER_M)
 
 
 def of_image(content: bytes, info: Mapping[str, Any], unit: DepthUnit) -> np.ndarray:
@@ -53,11 +53,12 @@ def of_image(content: bytes, info: Mapping[str, Any], unit: DepthUnit) -> np.nda
         raise BadSampleError("unreadable_image", f"the depth map cannot be decoded: {error}") from (
             error
         )
-    return in_unit(values, info.get("depth_unit", "mm"), unit)
+    return in_unit(values, info.get("depth_unit"), unit)
 
 
-def in_unit(values: np.ndarray, stored: DepthUnit, unit: DepthUnit) -> np.ndarray:
-    """Values that are stored in one unit in another, of the same dtype."""
-    if stored == unit:
+def in_unit(values: np.ndarray, stored: DepthUnit | None, unit: DepthUnit) -> np.ndarray:
+    """Values that are stored in one unit in another, of the same dtype; as they are if nothing
+    says how they are stored."""
+    if stored in (None, unit):
         return values
-    return values * _MM_PER_M if stored == "m" else values / _MM_PER_M
+    return values * MM_PER_M if stored == "m" else values / MM_PER_M

@@ -4,8 +4,12 @@ Version 2.0 and 2.1 have a Parquet file per episode, and a video file per episod
 version 3.0 puts several episodes into a file and writes their places into `meta/episodes`.
 """
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -167,11 +171,19 @@ def _tasks_of_lines(root: Path) -> Iterator[tuple[int, str]]:
 
 
 def _tasks_of_table(root: Path) -> Iterator[tuple[int, str]]:
-    for row in _rows(root / "meta" / "tasks.parquet", lambda name: True):
-        number = row.pop("task_index")
-        # The name of the other column depends on the writer.
-        (task,) = row.values()
-        yield number, task
+    table = _table(root / "meta" / "tasks.parquet", lambda name: True)
+    rows = table.to_pylist()
+    texts = [n for n in table.column_names if all(isinstance(row[n], str) for row in rows)]
+    # lerobot takes pandas' index, which its versions name differently.
+    index = (table.schema.pandas_metadata or {}).get("index_columns", ())
+    found = [name for name in (*index, "task", "__index_level_0__") if name in texts]
+    if not found and len(texts) != 1:
+        raise ValueError(
+            f"tasks.parquet has the columns of texts {', '.join(texts) or 'none'}: name that of "
+            "the tasks 'task'"
+        )
+    for row in rows:
+        yield int(row["task_index"]), row[(found or texts)[0]]
 
 
 def _split_episodes(
@@ -202,13 +214,12 @@ def _whole_episodes(
     if not tables:
         raise ValueError(f"there is no Parquet file in {root / 'meta' / 'episodes'}")
     rows = [
-        row for table in tables for row in _rows(table, lambda name: not name.startswith("stats/"))
+        row
+        for table in tables
+        for row in _table(table, lambda name: not name.startswith("stats/")).to_pylist()
     ]
     files = [info["data_path"].format(**place(row, "data")) for row in rows]
-    starts: dict[str, int] = {}
-    for file, row in zip(files, rows, strict=True):
-        starts[file] = min(row["dataset_from_index"], starts.get(file, row["dataset_from_index"]))
-    for file, row in zip(files, rows, strict=True):
+    for (file, first), row in zip(_data_places(root, rows, files), rows, strict=True):
         start, length = row["dataset_from_index"], int(row["length"])
         if row["dataset_to_index"] - start != length:
             raise ValueError(
@@ -223,9 +234,39 @@ def _whole_episodes(
             for name in videos
         }
         extra = {name: each for name, each in row.items() if "/" not in name and name not in _OWN}
-        first = start - starts[file]
         tasks = tuple(row["tasks"])
         yield Episode(row["episode_index"], start, length, tasks, file, first, places, extra)
+
+
+def _data_places(
+    root: Path, rows: Sequence[Mapping[str, Any]], named: Sequence[str]
+) -> Iterator[tuple[str, int]]:
+    """File and first row of every episode, from the files that the rows name.
+
+    lerobot 0.4 converts version 2.1 so that the first episode of each further file is named as one
+    of the file before. Its reader sees all files as one table, in the order of their paths; so does
+    this where the named files cannot have what is said to be in them.
+    """
+    starts: dict[str, int] = {}
+    said: Counter[str] = Counter()
+    for file, row in zip(named, rows, strict=True):
+        start = row["dataset_from_index"]
+        starts[file] = min(start, starts.get(file, start))
+        said[file] += row["length"]
+    found = {}
+    for path in sorted((root / "data").glob("*/*.parquet")):
+        # A damaged file is refused when its episodes are read.
+        with suppress(RuntimeError), _opened(path) as opened:
+            found[path.relative_to(root).as_posix()] = opened.metadata.num_rows
+    if found != said and sum(found.values()) == max(row["dataset_to_index"] for row in rows):
+        paths, firsts = [*found], [0, *accumulate(found.values())]
+        for row in rows:
+            start = row["dataset_from_index"]
+            number = bisect_right(firsts, start) - 1
+            yield paths[number], start - firsts[number]
+        return
+    for file, row in zip(named, rows, strict=True):
+        yield file, row["dataset_from_index"] - starts[file]
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
@@ -244,12 +285,16 @@ def lines(file: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _rows(file: Path, is_wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
-    """The rows of a small table, of the wanted columns."""
-    refusal = f"{file} cannot be read"
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
     with (
-        reading_table(file, refusal, RuntimeError) as arrow,
+        reading_table(file, f"{file} cannot be read", RuntimeError) as arrow,
         arrow.parquet.ParquetFile(file) as opened,
     ):
-        names = [name for name in opened.schema_arrow.names if is_wanted(name)]
-        return opened.read(names).to_pylist()
+        yield opened
+
+
+def _table(file: Path, is_wanted: Callable[[str], bool]) -> Any:
+    """The wanted columns of a small table."""
+    with _opened(file) as opened:
+        return opened.read([name for name in opened.schema_arrow.names if is_wanted(name)])

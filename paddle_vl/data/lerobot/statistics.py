@@ -19,7 +19,7 @@ import numpy as np
 
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.lerobot.dataset import LeRobotDataset
-from paddle_vl.data.lerobot.depth import DepthUnit, in_unit
+from paddle_vl.data.lerobot.depth import MM_PER_M, DepthUnit, in_unit
 from paddle_vl.data.lerobot.metadata import Metadata, lines
 from paddle_vl.data.worker_pool import results_in_order
 from paddle_vl.files.text_file import read_json_object, write_text
@@ -61,10 +61,12 @@ def stored_statistics(metadata: Metadata, depth_unit: DepthUnit = "mm") -> Stati
     else:
         found = read_statistics(metadata.root / STATS)
     for name, feature in metadata.features.items():
-        if feature.is_depth and name in found:
-            stored = feature.info.get("depth_unit", "mm")
+        stored = feature.info.get("depth_unit")
+        if feature.is_depth and name in found and stored not in (None, depth_unit):
+            # lerobot multiplies, which rounds otherwise than a division.
+            factor = MM_PER_M if stored == "m" else 1 / MM_PER_M
             found[name] = {
-                stat: values if stat == "count" else in_unit(values, stored, depth_unit)
+                stat: values if stat == "count" else values * factor
                 for stat, values in found[name].items()
             }
     return found

@@ -13,7 +13,7 @@ import numpy as np
 
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.lerobot.tables import FileVersion, version_of
-from paddle_vl.data.video_reader import decoding, opened_container
+from paddle_vl.data.video_reader import decoding, opened_container, upright
 
 # Decoders hold reference frames, some ten megabytes each.
 _MOST_OPEN = 16
@@ -21,6 +21,8 @@ _MOST_OPEN = 16
 _NEAR_FRAMES = 8
 # Where a key frame's place in the file misled the search, it goes on from here, in seconds before.
 _BACK_S = 2.0
+# A frame so near to the wanted time is the nearest.
+_SAME_S = 1e-4
 
 
 class SeekableVideo:
@@ -38,7 +40,7 @@ class SeekableVideo:
         self._stream.codec_context.thread_count = 1
         self._unit = float(self._stream.time_base or 0)
         self._first = (self._stream.start_time or 0) * self._unit
-        self._near = _NEAR_FRAMES / float(self._stream.average_rate or 1)
+        self._period = 1 / float(self._stream.average_rate or 1)
         self._decoded: Any = None
         self._last: Any = None
 
@@ -47,11 +49,11 @@ class SeekableVideo:
         self._stack.close()
 
     def frames(self, times: Sequence[float], tolerance_s: float, form: str) -> list[np.ndarray]:
-        """The frames at these times, in their order.
+        """The frames nearest to these times, in their order, upright.
 
         Args:
-            times: seconds since the first frame.
-            tolerance_s: most seconds by which a frame may miss its time.
+            times: seconds since the first frame, float32 or sums of such.
+            tolerance_s: most seconds by which a frame may miss its time, but for rounding.
             form: PyAV's name of the pixel format.
 
         Raises:
@@ -60,30 +62,36 @@ class SeekableVideo:
         found = {}
         with decoding(self._path):
             for time in sorted({*times}):
-                found[time] = self._frame(time, tolerance_s).to_ndarray(format=form)
+                found[time] = upright(self._frame(time, tolerance_s), form)
         return [found[time] for time in times]
 
     def _frame(self, time: float, tolerance_s: float) -> Any:
         last = None if self._last is None else self._time(self._last)
-        if last is None or not last - tolerance_s <= time <= last + self._near:
-            self._seek(time, tolerance_s)
+        rounding = min(float(np.spacing(np.float32(time))), self._period) / 2
+        same = min(tolerance_s, _SAME_S) + rounding
+        if last is None or not last - same <= time <= last + _NEAR_FRAMES * self._period:
+            self._seek(time, same)
         candidates = [self._last]
-        while self._last is not None and self._time(self._last) < time - tolerance_s:
+        while self._last is not None and self._time(self._last) < time - same:
             self._next()
             candidates = [candidates[-1], self._last]
         there = [frame for frame in candidates if frame is not None]
         nearest = min(there, key=lambda frame: abs(self._time(frame) - time), default=None)
-        if nearest is None or abs(self._time(nearest) - time) > tolerance_s:
+        miss = float("inf") if nearest is None else abs(self._time(nearest) - time)
+        if nearest is None or miss > tolerance_s + rounding:
             at = "none at all" if nearest is None else f"the nearest is at {self._time(nearest):g}"
+            # Beyond half a frame it would be another moment's.
+            is_small = miss < self._period / 2
+            small = f", or set tolerance_s above the {miss:.2g} s that are missed"
             raise BadSampleError(
                 "frame_time",
                 f"the video has no frame at {time:g} s (within {tolerance_s:g} s; {at}): it does "
-                "not fit the dataset's timestamps, or is cut off; fetch it again, leave the "
-                "episode out (excluded_episodes), or raise tolerance_s",
+                "not fit the dataset's timestamps, or is cut off; fetch it again, or leave the "
+                "episode out (excluded_episodes)" + (small if is_small else ""),
             )
         return nearest
 
-    def _seek(self, time: float, tolerance_s: float) -> None:
+    def _seek(self, time: float, same: float) -> None:
         """Decode a frame at or before a time."""
         target = time
         while True:
@@ -92,7 +100,7 @@ class SeekableVideo:
             self._decoded = self._container.decode(self._stream)
             self._next()
             # Files are searched by decoding times, which lie before those of display.
-            if target <= 0 or (self._last and self._time(self._last) <= time + tolerance_s):
+            if target <= 0 or (self._last and self._time(self._last) <= time + same):
                 return
             target -= _BACK_S
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from paddle_vl.data.corpus.energon import META, files_of_split
+from paddle_vl.data.corpus.energon import META, files_of_split, visible
 from paddle_vl.files.inner_path import inner_path
 from paddle_vl.files.text_file import read_json_object, read_text
 
@@ -99,10 +99,15 @@ def _repository(folder: Path, split: str | None, subset: str | None) -> list[Pat
         if not (folder / subset).is_dir():
             raise RuntimeError(f"{folder} has no subset {subset!r}: there is no such folder")
         return files_of(folder / subset, split)
+    if inside := sorted(folder.rglob(META)):
+        raise RuntimeError(
+            f"{inside[0].parent} in {folder} is a data set of Megatron Energon with splits of its "
+            "own: name that folder"
+        )
     splits: dict[str, list[Path]] = {}
-    for file in sorted(folder.rglob("*")):
+    for file in visible(folder.rglob("*"), folder):
         inner = file.relative_to(folder).as_posix().lower()
-        if _DATA.fullmatch(inner) and file.name not in _NO_DATA and "/." not in f"/{inner}":
+        if _DATA.fullmatch(inner) and file.name not in _NO_DATA:
             words = [_SPLIT_WORDS.get(word) for word in re.split(r"[-_./]", inner)]
             found = [word for word in words if word]
             splits.setdefault(found[-1] if found else "train", []).append(file)
@@ -131,7 +136,7 @@ def _listed(
     own = [own] if isinstance(own, str) else own
     for each in own:
         inner_path(folder, each, folder / _CARD)
-    found = [sorted(folder.glob(each)) for each in own]
+    found = [visible(folder.glob(each), folder) for each in own]
     if not all(found):
         raise RuntimeError(f"{folder / _CARD} names {own}, which are not all there: fetch them")
     return [file for each in found for file in each]

@@ -22,6 +22,7 @@ from paddle_vl.data.corpus.opener import ShardOpener
 from paddle_vl.data.formats.canonical import MEDIA, CanonicalRow, check_targets
 from paddle_vl.data.formats.keys import BOX_TOKENS, RowSettings
 from paddle_vl.data.formats.reader import to_canonical
+from paddle_vl.data.formats.tool_schemas import without_nulls
 from paddle_vl.data.jsonl import BadSampleError, OnBadSample, parse_object
 from paddle_vl.data.rows.mixture import draws_of
 from paddle_vl.data.rows.row_file import open_source
@@ -113,7 +114,7 @@ class _RowWriter:
             for part in message["content"]:
                 if (kind := part["type"]) in MEDIA:
                     part[kind] = self._source(part[kind], kind)
-        record = {**canonical.to_dict(), **self._without_bytes(canonical.extras)}
+        record = {**_with_nulls(canonical.to_dict()), **self._without_bytes(canonical.extras)}
         line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
         self._check_line(line, canonical)
         self.format = canonical.format
@@ -156,6 +157,15 @@ class _RowWriter:
         if isinstance(value, list):
             return [self._without_bytes(each) for each in value]
         return self.media.path_of(value, "bin") if isinstance(value, bytes) else value
+
+
+def _with_nulls(value: Any, key: str = "") -> Any:
+    """The canonical form with calls and tools that have nulls as JSON texts, where they stay."""
+    if key in ("tools", "tool_calls") and without_nulls(value, None, None) != value:
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, dict):
+        return {name: _with_nulls(each, name) for name, each in value.items()}
+    return [_with_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)

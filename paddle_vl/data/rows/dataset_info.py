@@ -149,7 +149,7 @@ class DatasetInfo:
         text = read_text(file, "a list of data sets")
         try:
             found = yaml.safe_load(text) if file.suffix in (".yaml", ".yml") else json.loads(text)
-        except (ValueError, yaml.YAMLError) as error:
+        except (ValueError, RecursionError, yaml.YAMLError) as error:
             raise ValueError(f"{file} cannot be read ({error}): correct it") from error
         if isinstance(found, list):
             found = {

@@ -13,6 +13,7 @@ Source: Normalize and Unnormalize of OpenTau.
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +51,30 @@ def words_of(batch: Mapping[str, Any], name: str, batch_size: int) -> list[str]:
     """The texts of an entry, one per sample; empty texts if the batch lacks it.
 
     Raises:
-        ValueError: not one per sample.
+        ValueError: not one per sample, or no texts.
     """
     words = batch.get(name, "")
-    words = [words] * batch_size if isinstance(words, str) else [str(word) for word in words]
+    if not isinstance(words, list | tuple | np.ndarray) or getattr(words, "shape", None) == ():
+        return [text_of(name, words)] * batch_size
     if len(words) != batch_size:
         raise ValueError(f"{name!r} has {len(words)} texts for a batch of {batch_size}")
-    return words
+    return [text_of(name, word) for word in words]
+
+
+def text_of(name: str, given: Any) -> str:
+    """A text in any of its forms: NumPy's, UTF-8 bytes, or a list or array of one.
+
+    Raises:
+        ValueError: none of these.
+    """
+    text = given.item() if isinstance(given, np.ndarray) and given.size == 1 else given
+    if isinstance(text, list | tuple) and len(text) == 1:
+        return text_of(name, text[0])
+    if isinstance(text, str | bytes):
+        # NumPy's texts may have what UTF-8 has not.
+        with suppress(UnicodeError):
+            return (text.encode() if isinstance(text, str) else text).decode()
+    raise ValueError(f"{name!r} is {repr(given)[:80]}; a text is needed")
 
 
 def group_name(robot_type: str | None, control_mode: str | None) -> str | None:

@@ -15,7 +15,13 @@ from paddle_vl.config.section import FilePath, Section
 
 ResampleStrategy = Literal["nearest", "linear"]
 _Ratio = Annotated[float, Field(ge=0, lt=1)]
-_Indices = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None
+_Dim = Annotated[int, Field(ge=0)]
+_Indices = Annotated[list[_Dim], Field(min_length=1)] | None
+
+
+def _number_of(key: Any) -> Any:
+    """A key of YAML or JSON, which is a text."""
+    return int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() else key
 
 
 def _refused(reason: str) -> BeforeValidator:
@@ -68,7 +74,9 @@ class RobotDatasetConfig(Section):
     use_delta_joint_actions: bool = False
     """actions are differences to the state at the start of their chunk, in the dims of
     delta_action_state_map; whoever acts with the policy adds that state"""
-    delta_action_state_map: dict[int, int] = Field(default={})
+    delta_action_state_map: dict[Annotated[_Dim, BeforeValidator(_number_of)], _Dim] = Field(
+        default={}
+    )
     """dim of the state column to subtract, by dim of the action column"""
     stats: FilePath | None = None
     """file of statistics in the form of meta/stats.json; default: those of the dataset"""
@@ -139,7 +147,7 @@ class DatasetMixtureConfig(Section):
     emit_fps: bool = False
     """samples tell the policy action_freq, or the rate of their dataset"""
     tolerance_s: Annotated[float, Field(gt=0)] = 1e-4
-    """most seconds by which timestamps may miss the frames' times"""
+    """most seconds by which timestamps may miss the frames' times; the nearest frame is taken"""
     skip_timestamp_check: bool = False
     """accept timestamps that do not follow one another at the dataset's rate"""
     delta_stats_max_rows: Annotated[int, Field(ge=1)] | None = None

@@ -4,7 +4,6 @@ The hub's files (transformers 4.57) and those of transformers 5.x are read; writ
 writes, with what it drops and other software reads: MTP layers and both tie flags.
 
 Source: configuration_qwen3_5.py and configuration_qwen3_5_moe.py of HF transformers.
-Over 350 lines, to have what a file may say and what is refused side by side.
 """
 
 from dataclasses import asdict, field
@@ -26,6 +25,7 @@ from paddle_vl.families.vlm.config import (
     Vocabulary,
     Width,
     check_interleaves,
+    text_rotary,
     tie_settings,
     tower_section,
     typed_section,
@@ -45,8 +45,7 @@ _TYPE, _MOE_TYPE = "qwen3_5", "qwen3_5_moe"
 _HeadWidth = Annotated[int, Field(ge=2, le=8192)]
 # Layer i has attention if this number divides i + 1, where a file lists no layers.
 _INTERVAL = 4
-# Keys of the rotary positions; files have them in a section, and some beside it.
-_ROPE = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved", "rope_type")
+_ROPE = ("rope_theta", "partial_rotary_factor", "mrope_section")
 # Keys without effect: routing weights are always normalized, and every layer has experts.
 _INERT = INERT_KEYS | {"norm_topk_prob", "mlp_only_layers", "decoder_sparse_step"}
 # What a file may say of the layers, and the only values that this family has.
@@ -62,7 +61,8 @@ _ONLY = {
 
 @checked
 class Qwen3_5TextConfig(DenseText):
-    """The decoder. Defaults are those of HF's configuration class."""
+    """The decoder. Defaults are those of HF's configuration class, rope_theta that of the
+    published models."""
 
     vocab_size: Vocabulary = 248320
     hidden_size: Width = 4096
@@ -267,7 +267,7 @@ class Qwen3_5Config(VLConfig):
             "rope_parameters": {
                 "rope_type": "default",
                 "mrope_interleaved": True,
-                **{name: text.pop(name) for name in _ROPE if name in text},
+                **{name: text.pop(name) for name in _ROPE},
             },
             "tie_word_embeddings": self.tie_word_embeddings,
         }
@@ -315,38 +315,4 @@ def _text(text: dict[str, Any]) -> dict[str, Any]:
             text["layer_types"] = types
     if text.get("layer_types", []) is None:
         text.pop("layer_types")
-    return text | _rope(text)
-
-
-def _rope(text: dict[str, Any]) -> dict[str, Any]:
-    """The settings of rotary positions, which `text` loses, from the first section that has them.
-
-    Raises:
-        ValueError: another type of rotary positions, or two values of one setting.
-    """
-    sections = [
-        check_mapping(text.pop(name, None), f"text_config: {name}")
-        for name in ("rope_parameters", "rope_scaling")
-    ]
-    rope = sections[0] or sections[1]
-    if "type" in rope:
-        rope.setdefault("rope_type", rope.pop("type"))
-    if unknown := sorted(rope.keys() - set(_ROPE)):
-        raise ValueError(
-            f"text_config: the rotary parameters have {', '.join(unknown)}, with which positions "
-            "would be scaled: Qwen3.5 has rope_type 'default' only"
-        )
-    for name in _ROPE:
-        beside = text.pop(name, None)
-        if beside is not None and rope.setdefault(name, beside) != beside:
-            raise ValueError(
-                f"text_config: {name} is {shown(beside)} but in the rotary parameters "
-                f"{shown(rope[name])}: both must be equal; keep the right one"
-            )
-    kind, interleaved = rope.pop("rope_type", "default"), rope.pop("mrope_interleaved", True)
-    if kind != "default" or interleaved is not True:
-        raise ValueError(
-            f"text_config: rope_type is {shown(kind)} and mrope_interleaved {shown(interleaved)}; "
-            "Qwen3.5 has 'default' and true"
-        )
-    return rope
+    return text | text_rotary(text, *_ROPE[1:])

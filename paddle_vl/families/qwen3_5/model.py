@@ -311,6 +311,7 @@ class Qwen3_5ForConditionalGeneration(VLForConditionalGeneration):
     """The complete model. Build it with `from_pretrained` or `from_config`."""
 
     config_class = Qwen3_5Config
+    model_type = "qwen3_5"
     checkpoint_map = checkpoint_map
     decoder_class = LanguageModel
 

@@ -58,6 +58,7 @@ def size_values(name: str) -> dict[str, Any]:
         "text_config": {
             **inner,
             "tie_word_embeddings": is_tied,
+            "rope_theta": 10000000.0,
             "hidden_size": width,
             "num_hidden_layers": layers,
             "num_attention_heads": heads,

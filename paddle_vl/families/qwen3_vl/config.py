@@ -24,6 +24,7 @@ from paddle_vl.families.vlm.config import (
     Vocabulary,
     Width,
     check_interleaves,
+    text_rotary,
     tie_settings,
     tower_section,
     typed_section,
@@ -36,7 +37,6 @@ from paddle_vl.files.checked_values import (
     checked,
     known_values,
 )
-from paddle_vl.files.text_file import shown
 
 # HF's name.
 Qwen3VLVisionConfig = VisionConfig
@@ -47,7 +47,7 @@ _MOE_INERT_KEYS = frozenset({"norm_topk_prob", "sliding_window"})
 
 @checked
 class Qwen3VLTextConfig(DenseText):
-    """The decoder. Defaults are those of HF's configuration class."""
+    """The decoder. Defaults are those of HF's configuration class, as of 4.57."""
 
     vocab_size: Vocabulary = 151936
     hidden_size: Width = 4096
@@ -156,7 +156,7 @@ class Qwen3VLConfig(VLConfig):
         text = check_mapping(values.pop("text_config", None), "text_config")
         vision = check_mapping(values.pop("vision_config", None), "vision_config")
         ties = tie_settings(values, text)
-        text, text_class = _with_rope(text), Qwen3VLTextConfig
+        text, text_class = text | text_rotary(text, "mrope_section"), Qwen3VLTextConfig
         if model_type == _MOE_TYPE:
             text, text_class = _with_experts(text), Qwen3VLMoeTextConfig
         vision = tower_section(vision)
@@ -191,7 +191,6 @@ class Qwen3VLConfig(VLConfig):
             },
             "tie_word_embeddings": self.tie_word_embeddings,
         }
-        vision.pop("rope_theta")
         vision["model_type"] = model_type
         name = "Qwen3VLMoe" if has_experts else "Qwen3VL"
         return {
@@ -202,31 +201,6 @@ class Qwen3VLConfig(VLConfig):
             "text_config": text,
             "vision_config": vision,
         }
-
-
-def _with_rope(text: dict[str, Any]) -> dict[str, Any]:
-    """The text configuration with `rope_theta` and `mrope_section`, from either dialect.
-
-    Raises:
-        ValueError: another type of rotary positions, or two values of `rope_theta`.
-    """
-    found = {name: text.pop(name, None) for name in ("rope_parameters", "rope_scaling")}
-    sections = [check_mapping(found[name], f"text_config: {name}") for name in found]
-    rope = sections[0] or sections[1]
-    kind = rope.pop("rope_type", rope.pop("type", "default"))
-    rope.pop("type", None)
-    if kind != "default" or rope.pop("mrope_interleaved", True) is not True:
-        raise ValueError(
-            f"text_config: rotary type {kind!r}, with mrope_interleaved false or scaled positions, "
-            "is not supported: Qwen3-VL has rope_type 'default' and mrope_interleaved true"
-        )
-    bases = [values["rope_theta"] for values in (text, rope) if "rope_theta" in values]
-    if len(bases) == 2 and bases[0] != bases[1]:
-        raise ValueError(
-            f"text_config: rope_theta is {shown(bases[0])} but in the rotary parameters "
-            f"{shown(bases[1])}: both must be equal; keep the right one"
-        )
-    return text | rope
 
 
 def _with_experts(text: dict[str, Any]) -> dict[str, Any]:

@@ -24,5 +24,6 @@ class Qwen3VLForConditionalGeneration(VLForConditionalGeneration):
     """The complete model. Build it with `from_pretrained` or `from_config`."""
 
     config_class = Qwen3VLConfig
+    model_type = "qwen3_vl"
     checkpoint_map = checkpoint_map
     decoder_class = LanguageModel

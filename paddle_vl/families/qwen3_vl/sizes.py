@@ -50,6 +50,7 @@ def size_values(name: str) -> dict[str, Any]:
             **(experts if expert_width else {}),
             "tie_word_embeddings": is_tied,
             "max_position_embeddings": 262144,
+            "rope_theta": 5000000.0,
             "hidden_size": width,
             "intermediate_size": mlp_width,
             "num_hidden_layers": layers,

@@ -1,13 +1,19 @@
 """Merging of an adapter into its base model, from files to files."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from paddle_vl.checkpoint.adapter_files import StoredAdapter, base_folder
 from paddle_vl.checkpoint.reading import checkpoint_tensors, chosen_dtype
+from paddle_vl.checkpoint.safetensors_io import StoredTensor
 from paddle_vl.checkpoint.writing import DEFAULT_SHARD_BYTES, write_tensors
 from paddle_vl.families.vlm.config import EMBEDDING_KEY, HEAD_KEY
 from paddle_vl.families.vlm.inputs.processor import generation_settings
+
+_HEAD = HEAD_KEY.removesuffix(".weight")
 
 
 def merge_adapter(
@@ -34,14 +40,44 @@ def merge_adapter(
     adapter = StoredAdapter.read(folder)
     adapter.tensors.update(names.tensors_as_here(adapter.tensors, config))
     stored = names.tensors_as_here(checkpoint_tensors(base), config)
+    if not config.tie_flags_agree:
+        config = config.with_tie(HEAD_KEY not in stored)
+    if config.tie_word_embeddings:
+        stored = with_head(adapter, stored)
+        config = config.with_tie(HEAD_KEY not in stored)
     tensors = adapter.merged(stored)
     out.mkdir(parents=True, exist_ok=True)
     write_tensors(out, "model", tensors, DEFAULT_SHARD_BYTES)
-    if not config.tie_flags_agree:
-        config = config.with_tie(HEAD_KEY not in stored)
     dtype = {"torch_dtype": chosen_dtype("auto", {EMBEDDING_KEY: stored[EMBEDDING_KEY]})}
     config.save_pretrained(out, **(dtype if "architectures" in config.to_dict() else {}))
     settings = generation_settings(folder, base)
     if settings is not None:
         settings.save_pretrained(out)
     return base
+
+
+def with_head(
+    adapter: StoredAdapter, stored: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """The tensors of a tied base for an adapter: with a head of their own if it has one.
+
+    PEFT gives an adapter that names the embedding or the head a copy of that one alone, and the
+    tie is gone; with `ensure_weight_tying` it has both, equal, of which the embedding is kept.
+
+    Raises:
+        ValueError: an adapter that keeps ties has two different weights.
+    """
+    tied = {key: tensor for key, tensor in stored.items() if key != HEAD_KEY}
+    named = {key for key in adapter.tensors if key.startswith(f"{_HEAD}.") or key == EMBEDDING_KEY}
+    if not named:
+        return tied
+    if not adapter.keeps_ties:
+        return {**tied, HEAD_KEY: tied[EMBEDDING_KEY]}
+    head = adapter.tensors.pop(HEAD_KEY, None)
+    embedding = adapter.tensors.get(EMBEDDING_KEY)
+    if head and (embedding is None or not np.array_equal(head.read(), embedding.read())):
+        raise ValueError(
+            f"{adapter.folder} keeps ties (ensure_weight_tying), and its {HEAD_KEY} is not its "
+            f"{EMBEDDING_KEY}: save it again with PEFT"
+        )
+    return tied

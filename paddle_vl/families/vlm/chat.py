@@ -95,7 +95,10 @@ class Chat(Answers):
         return cls(
             model_class.from_pretrained(path, dtype=dtype, base=base),
             VLProcessor.from_pretrained(
-                processor, template_variables=template_variables, earlier_reasoning="drop"
+                processor,
+                template_variables=template_variables,
+                earlier_reasoning="drop",
+                model_type=model_class.model_type,
             ),
         )
 

@@ -237,18 +237,73 @@ def check_interleaves(mrope_section: list[int]) -> None:
         )
 
 
-def tower_section(vision: dict[str, Any]) -> dict[str, Any]:
-    """The tower's section of a config.json with `rope_theta`, from either dialect.
+def rotary_settings(
+    values: dict[str, Any], where: str, names: Sequence[str], kinds: Sequence[str] = ("default",)
+) -> dict[str, Any]:
+    """The settings of rotary positions in a section of a config.json, which loses them: of
+    `rope_scaling`, `rope_parameters`, or beside these. Null is no setting.
+
+    Args:
+        names: settings that there are, beside the type and `mrope_interleaved`.
+        kinds: types of rotary positions that mean the same here.
 
     Raises:
-        ValueError: another type of rotary positions.
+        ValueError: other settings, another type, or two values of one setting.
     """
-    rope = check_mapping(vision.pop("rope_parameters", None), "vision_config: rope_parameters")
-    if (kind := rope.pop("rope_type", "axial")) != "axial":
+    rope, names = dict[str, Any](), (*names, "rope_type", "mrope_interleaved")
+    for place in ("rope_parameters", "rope_scaling"):
+        found = check_mapping(values.pop(place, None), f"{where}: {place}")
+        if "type" in found:
+            found.setdefault("rope_type", found.pop("type"))
+        if unknown := sorted(found.keys() - set(names)):
+            raise ValueError(
+                f"{where}: the rotary parameters have {', '.join(unknown)}, with which positions "
+                f"would be scaled: only rope_type {kinds[0]!r} is supported"
+            )
+        # transformers 5.24 takes rope_scaling then, whole.
+        found = {name: value for name, value in found.items() if value is not None}
+        if rope and found and found != rope:
+            raise ValueError(
+                f"{where}: rope_parameters {shown(rope)} and rope_scaling {shown(found)} differ: "
+                "keep the right one"
+            )
+        rope |= found
+    for name in names:
+        beside = values.pop(name, None)
+        if beside is not None and rope.setdefault(name, beside) != beside:
+            raise ValueError(
+                f"{where}: {name} is {shown(beside)} but in the rotary parameters "
+                f"{shown(rope[name])}: both must be equal; keep the right one"
+            )
+    kind, interleaved = rope.pop("rope_type", kinds[0]), rope.pop("mrope_interleaved", True)
+    if kind not in kinds or interleaved is not True:
         raise ValueError(
-            f"vision_config: rope_parameters.rope_type is {shown(kind)}; only 'axial' is supported"
+            f"{where}: rope_type is {shown(kind)} and mrope_interleaved {shown(interleaved)}; only "
+            f"{kinds[0]!r} and true are supported"
         )
-    return vision | rope
+    return rope
+
+
+def text_rotary(text: dict[str, Any], *names: str) -> dict[str, Any]:
+    """`rotary_settings` of a decoder, with `rope_theta`.
+
+    Raises:
+        ValueError: as there; or there is no `rope_theta`.
+    """
+    rope = rotary_settings(text, "text_config", ("rope_theta", *names))
+    if "rope_theta" not in rope:
+        # transformers 5.24 takes 500000 (Qwen3-VL) or 10000; published are 5000000 and 10000000.
+        raise ValueError(
+            "text_config: rope_theta is missing, beside and in rope_scaling or rope_parameters, "
+            "and programs assume different values: set it to that of the model's own config.json"
+        )
+    return rope
+
+
+def tower_section(vision: dict[str, Any]) -> dict[str, Any]:
+    """The tower's section of a config.json with `rope_theta`, from either dialect; its positions
+    are axial. Raises what `rotary_settings` does."""
+    return vision | rotary_settings(vision, "vision_config", ("rope_theta",), ("axial", "default"))
 
 
 def typed_section(

@@ -10,16 +10,19 @@ from enum import Enum
 
 class Finding(Enum):
     """What a fault leads to: an error of the engine (`REFUSED`; `MISSING` where something is not
-    there), other answers without an error (`LOST`), or the same answers (`IGNORED`)."""
+    there), other answers without an error (`LOST`), or the same answers (`IGNORED`). `UNCHECKED`:
+    this package cannot read it, the engine perhaps can."""
 
     REFUSED = "refused"
     MISSING = "missing"
     LOST = "lost"
+    UNCHECKED = "unchecked"
     IGNORED = "ignored"
     NOTE = "note"
 
 
 _QWEN3_VL, _QWEN3_5 = ("qwen3_vl", "qwen3_vl_moe"), ("qwen3_5", "qwen3_5_moe")
+_TOWER = "adapters of the tower"
 # Keys of config.json that no shape shows.
 _SIZES = (
     *("text_config.num_attention_heads", "text_config.num_key_value_heads"),
@@ -44,14 +47,17 @@ class Engine:
         unknown: what a tensor is that the model lacks: of the first pattern for `model_type:name`.
         experts: `model_type` and how it reads the experts' matrices: stacked as published,
             `[E, in, out]` for Qwen3-VL and `[E, out, in]` for Qwen3.5, swapped, or one by one.
+        tells_by_shape: it takes square matrices of Qwen3-VL's experts as swapped.
         settings, files: keys of config.json, some after a pattern of `model_type`s, and files; a
             bar stands between alternatives.
         reads_older_keys: of alternatives only the first; `torch_dtype`, or `dtype` with
             `transformers_version`, and not both; `min_pixels` and `max_pixels` of images.
+        templates: files of which its processor takes a chat template; empty for any.
         reads_all_files: without an index it reads every `*.safetensors` of the folder.
         adapted: `model_type`s of which it takes adapters.
-        features, max_rank: patterns of what adapters may have beyond one rank and alpha for linears
-            of the decoder, and the rank without an option, 0 for any.
+        features, max_rank: what adapters may have beyond one rank and alpha for linears of the
+            decoder, and the rank without an option, 0 for any.
+        unfit: what other adapters are.
     """
 
     sources: str
@@ -61,6 +67,7 @@ class Engine:
     experts: tuple[str, ...] = (
         "qwen3_vl_moe published", "qwen3_5_moe published", "qwen3_5_moe one by one",
     )  # fmt: skip
+    tells_by_shape: bool = False
     settings: tuple[str, ...] = (
         *(*_SIZES, *_ROPE, "*_moe text_config.num_experts"),
         "qwen3_vl_moe text_config.norm_topk_prob",
@@ -73,10 +80,12 @@ class Engine:
         # Without it videos silently get the area of images.
         "video_preprocessor_config.json|processor_config.json",
     )
+    templates: tuple[str, ...] = ()
     reads_all_files: bool = False
     adapted: tuple[str, ...] = _QWEN3_VL
     features: tuple[str, ...] = ()
     max_rank: int = 0
+    unfit: Finding = Finding.REFUSED
 
 
 ENGINES = {
@@ -92,7 +101,7 @@ ENGINES = {
             ("*", Finding.REFUSED),
         ),
         reads_all_files=True,
-        features=("rsLoRA", "adapters of the tower"),
+        features=("rsLoRA", _TOWER),
         max_rank=16,
     ),
     "sglang": Engine(
@@ -118,11 +127,15 @@ ENGINES = {
         adapted=(),
     ),
     "transformers": Engine(
-        "transformers 5.23.0: conversion_mapping.py, core_model_loading.py, models/qwen3_vl, "
-        "qwen3_vl_moe, qwen3_5 and qwen3_5_moe; PEFT 0.21",
+        "transformers 5.24.0: conversion_mapping.py, core_model_loading.py, models/qwen3_vl, "
+        "qwen3_vl_moe, qwen3_5 and qwen3_5_moe, integrations/peft.py",
         experts=(*Engine.experts, "qwen3_vl_moe swapped"),
+        tells_by_shape=True,
+        templates=("processor_config.json", "chat_template.json", "chat_template.jinja"),
         settings=(*_SIZES, *_ROPE),
         adapted=(*_QWEN3_VL, *_QWEN3_5),
-        features=("*",),
+        # Its own loader drops the magnitudes of DoRA, which PEFT's keeps.
+        features=("rsLoRA", "ranks or alphas by module", "modules_to_save", _TOWER),
+        unfit=Finding.LOST,
     ),
 }

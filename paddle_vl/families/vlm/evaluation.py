@@ -128,6 +128,7 @@ def build_evaluation(
         template_variables=options.chat_template_kwargs,
         min_pixels=given.get("min_pixels"),
         max_pixels=given.get("max_pixels"),
+        model_type=model_class.model_type,
     )
     if suite is None:
         data = VLDataConfig(max_length=options.max_length)

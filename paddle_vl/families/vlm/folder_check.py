@@ -5,7 +5,7 @@ Reads JSON files and the headers of safetensors, no weights.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,18 @@ import paddle
 from paddle_vl.checkpoint.adapter_files import StoredAdapter
 from paddle_vl.checkpoint.reading import ReadableTensor, checkpoint_tensors
 from paddle_vl.checkpoint.safetensors_io import FLOATING
+from paddle_vl.families.vlm.adapter import with_head
 from paddle_vl.families.vlm.config import HEAD_KEY
 from paddle_vl.families.vlm.engines import ENGINES, Engine, Finding
+from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
+from paddle_vl.families.vlm.inputs.preprocessor_files import NESTED_CONFIG_FILE
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
 from paddle_vl.families.vlm.processor_fit import check_processor_fits
-from paddle_vl.families.vlm.templates.template_files import read_folder_templates
+from paddle_vl.families.vlm.templates.template_files import (
+    read_folder_templates,
+    stored_templates,
+)
 from paddle_vl.files.text_file import read_json_object, shown
 from paddle_vl.generation.config import FILE_NAME
 
@@ -28,15 +35,19 @@ Found = Iterator[tuple[Finding, str]]
 _LAYOUTS = {False: "published", True: "swapped", None: "one by one"}
 _TIES = ("tie_word_embeddings", "text_config.tie_word_embeddings")
 _HUBS = {"shortest_edge": 65536, "longest_edge": 16777216}
+_TURNED = ("qwen3_vl_moe", "published")
 _NAMES_IN_A_LINE = 3
 
 
 def check_folder(model_class: Any, folder: Path, base: Path, engine: str) -> tuple[bool, list[str]]:
     """See `Family.check_folder`; `model_class` is a `PretrainedVLModel`."""
     found = list(_found(model_class, folder, base, ENGINES[engine]))
-    fits = {kind for kind, _ in found} <= {Finding.IGNORED, Finding.NOTE}
-    told = f"{'fits' if fits else 'does not fit'} the rules of {ENGINES[engine].sources}"
-    return fits, [*(f"{kind.value}: {text}" for kind, text in found), told]
+    faults = {kind for kind, _ in found} - {Finding.IGNORED, Finding.NOTE}
+    verdict = "does not fit" if faults else "fits"
+    if faults == {Finding.UNCHECKED}:
+        verdict = "was not compared in full with"
+    told = f"{verdict} the rules of {ENGINES[engine].sources}"
+    return not faults, [*(f"{kind.value}: {text}" for kind, text in found), told]
 
 
 def _found(model_class: Any, folder: Path, base: Path, engine: Engine) -> Found:
@@ -60,13 +71,26 @@ def _found(model_class: Any, folder: Path, base: Path, engine: Engine) -> Found:
             yield Finding.IGNORED, f"{HEAD_KEY}: the embedding is the head"
         yield from _tensors(wanted, stored, engine, model_type)
         if Finding.MISSING not in dict(files):
-            check_processor_fits(config, VLProcessor.from_pretrained(base))
+            yield from _refusal(check_processor_fits, config, VLProcessor.from_pretrained(base))
         if folder != base:
             adapter = StoredAdapter.read(folder)
             adapter.tensors.update(as_here(adapter.tensors, config))
-            adapter.merged(stored)
+            on_base = with_head(adapter, stored) if is_tied else stored
+            yield from _refusal(adapter.merged, on_base)
             yield from _adapters(adapter, engine, model_type)
-    except (RuntimeError, ValueError) as error:
+    except RuntimeError as error:
+        # Of a file that is missing or damaged.
+        yield Finding.REFUSED, str(error)
+    except ValueError as error:
+        # Of what this package does not have, such as quantized weights.
+        yield Finding.UNCHECKED, f"not read here: {error}"
+
+
+def _refusal(check: Callable[..., object], *things: Any) -> Found:
+    """What does not fit together, for any program."""
+    try:
+        check(*things)
+    except ValueError as error:
         yield Finding.REFUSED, str(error)
 
 
@@ -79,12 +103,11 @@ def _adapters(adapter: StoredAdapter, engine: Engine, model_type: str) -> Found:
         "modules_to_save": adapter.modules_to_save,
         "adapters of the tower": any(m.startswith("model.visual.") for m in adapter.sizes),
     }
-    taken = [each for each in has if any(fnmatchcase(each, p) for p in engine.features)]
-    refused = [each for each, is_used in has.items() if is_used and each not in taken]
+    unfit = [each for each, is_used in has.items() if is_used and each not in engine.features]
     if model_type not in engine.adapted:
-        refused = [f"adapters of {model_type}"]
-    if refused:
-        yield Finding.REFUSED, f"no {' and '.join(refused)}: merge them with paddle-vl merge"
+        unfit = [f"adapters of {model_type}"]
+    if unfit:
+        yield engine.unfit, f"no {' and '.join(unfit)}: merge them with paddle-vl merge"
     if (rank := max(size.r for size in sizes)) > engine.max_rank > 0:
         yield Finding.NOTE, f"rank {rank} needs --max-lora-rank {rank}"
     if has["adapters of the tower"] and engine.max_rank:
@@ -117,14 +140,37 @@ def _files(folder: Path, engine: Engine) -> Found:
     limits = read_json_object(images, "settings") if images.is_file() else {"size": _HUBS}
     if engine.reads_older_keys and "max_pixels" not in limits and limits.get("size") != _HUBS:
         yield Finding.LOST, f"{images.name}: no min_pixels, max_pixels: it takes the hub's"
-    if read_folder_templates(folder) is None:
+    found = read_folder_templates(folder)
+    if found is None or (engine.templates and found.file.name not in engine.templates):
         yield Finding.MISSING, "a chat template: chat_template.jinja"
     if not (folder / FILE_NAME).is_file():
         yield Finding.NOTE, f"no {FILE_NAME}: only the tokenizer's eos_token ends answers"
+    yield from _disagreements(folder)
     others = {file.name for file in folder.glob("*.safetensors*")} - {"model.safetensors"}
     if engine.reads_all_files and others and "model.safetensors.index.json" not in others:
         told = "the engine reads all files as weights; serve final/, or move it away"
         yield Finding.REFUSED, f"{', '.join(sorted(others))}: {told}"
+
+
+def _disagreements(folder: Path) -> Found:
+    """Files of which programs, or their versions, take different ones."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file() and index.is_file():
+        shards = read_json_object(index, "a shard index").get("weight_map")
+        if not isinstance(shards, dict) or set(shards.values()) != {single.name}:
+            told = f"transformers reads {single.name}, others the files of {index.name}"
+            yield Finding.LOST, f"{told}: remove the one that is older"
+    for kind in (ImageProcessor, VideoProcessor):
+        stored = list(kind.stored_in(folder))
+        if len(stored) > 1 and stored[0] != stored[1]:
+            told = f"{NESTED_CONFIG_FILE} and {kind.config_file} differ"
+            yield Finding.LOST, f"{told}: transformers 5 reads the first, others the second"
+    named = [each for each in stored_templates(folder) if each[0].name != "tokenizer_config.json"]
+    for file, templates in named[1:]:
+        first, taken = named[0]
+        if templates.get("default") != taken.get("default"):
+            told = f"the chat templates of {first.name} and {file.name} differ"
+            yield Finding.LOST, f"{told}: transformers' processors read the first, others another"
 
 
 def _value(values: Any, key: str) -> Any:
@@ -151,7 +197,13 @@ def _tensors(
             told = f"{name} {stored[name].dtype}"
             named[Finding.LOST, "tensors of no floating point numbers"].append(told)
         elif ".mlp.experts." in name:
-            layout = _LAYOUTS[getattr(stored[name], "is_swapped", None)]
+            layout, shape = (
+                _LAYOUTS[getattr(stored[name], "is_swapped", None)],
+                stored[name].shape,
+            )
+            if engine.tells_by_shape and (model_type, layout) == _TURNED and shape[1] == shape[2]:
+                told = "square experts, which it takes as swapped: other answers"
+                named[Finding.LOST, told].append(name)
             if f"{model_type} {layout}" not in engine.experts:
                 named[Finding.REFUSED, f"experts stored {layout}"].append(name)
     for (kind, what), names in named.items():

@@ -33,6 +33,7 @@ class PretrainedVLModel(SizedModel, AdaptableModel, Materializable, nn.Layer):
 
     Attributes:
         config_class: of the family.
+        model_type: of its models without experts, for `VLProcessor`; None for that of a folder.
         checkpoint_map: the family's module of checkpoint rules: `checkpoint_rules(config)`, from
             parameter names to HF keys and layouts, special cases first, and
             `tensors_as_here(stored, config)`, a checkpoint's tensors in the shapes of this package.
@@ -44,6 +45,7 @@ class PretrainedVLModel(SizedModel, AdaptableModel, Materializable, nn.Layer):
     """
 
     config_class: ClassVar[type[VLConfig]]
+    model_type: ClassVar[str | None] = None
     checkpoint_map: ClassVar[Any]
     peft_task = "CAUSAL_LM"
 

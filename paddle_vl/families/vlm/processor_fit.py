@@ -1,5 +1,6 @@
 """Checks that a model's configuration and a processor agree: token ids, vocabulary, patches."""
 
+import os
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ def model_config(
     Raises:
         ValueError: it is no configuration of the family, or its vocabulary is too small.
     """
-    if isinstance(source, str) and not Path(source).is_file():
+    if isinstance(source, str) and not os.path.isfile(source):
         try:
             values, name = config_class.named(source).to_dict(), f"model.config {source}"
         except ValueError as error:

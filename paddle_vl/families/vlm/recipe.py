@@ -100,6 +100,7 @@ class VLRecipe(Family):
             "video_max_frames": data.video_max_frames,
             "video_min_pixels": data.video_min_pixels,
             "video_max_pixels": data.video_max_pixels,
+            "video_markers": data.video_markers,
         }
         try:
             self.processor = VLProcessor.from_pretrained(
@@ -108,6 +109,7 @@ class VLRecipe(Family):
                 template_variables=data.chat_template_kwargs,
                 earlier_reasoning=data.earlier_reasoning,
                 template_date=data.template_date,
+                model_type=self.model_class.model_type,
             )
         except ValueError as error:
             given = [f"data.{name} {value}" for name, value in limits.items() if value]
@@ -326,7 +328,9 @@ class VLRecipe(Family):
 
     @classmethod
     def merge_adapter(cls, folder: Path, out: Path, base: str | None) -> Path:
-        processor = VLProcessor.from_pretrained(folder_with("tokenizer.json", folder, base))
+        processor = VLProcessor.from_pretrained(
+            folder_with("tokenizer.json", folder, base), model_type=cls.model_class.model_type
+        )
         used = merge_adapter(cls.model_class, folder, out, base)
         processor.save_pretrained(out)
         return used

@@ -101,7 +101,8 @@ class VLDataConfig(DataConfig):
     max_pixels: Annotated[int | None, Field(ge=1, le=1 << 40)] = None
     """largest image, in pixels; default: the processor's"""
     video_fps: Annotated[float | None, Field(gt=0, le=1000)] = None
-    """frames sampled per second of video; default: the processor's (Qwen3-VL: 2)"""
+    """frames sampled per second of video, and those of lists of frames, of which all are taken;
+    default: the processor's (Qwen3-VL: 2)"""
     video_min_frames: Annotated[int | None, Field(ge=2, le=1 << 20)] = None
     """fewest frames sampled from a video that has them; default: the processor's (Qwen3-VL: 4)"""
     video_max_frames: Annotated[int | None, Field(ge=2, le=1 << 20)] = None
@@ -110,6 +111,10 @@ class VLDataConfig(DataConfig):
     """smallest video, in frames x height x width; default: the processor's"""
     video_max_pixels: Annotated[int | None, Field(ge=1, le=1 << 40)] = None
     """largest video, in frames x height x width; default: the processor's"""
+    video_markers: Literal["inner", "both"] | None = None
+    """what a vision start and end enclose: each pair of frames (inner), or also the whole video
+    (both), as transformers writes from 5.10 on; default: the processor's, else Qwen3-VL's as
+    published (inner), Qwen3.5's both"""
     packing: bool = False
     """pack several samples into a row of training data, each attending to itself only; evaluation
     has one sample per row"""

@@ -58,11 +58,11 @@ def enable() -> bool:
     from paddle_vl.nn.cpu import compiler, kernel_check
 
     try:
-        if _library is None:
+        is_new = _library is None
+        if is_new:
             _library = compiler.load_kernels()
         set_compiled(True)
-        wrong = kernel_check.differences()
-        if wrong:
+        if is_new and (wrong := kernel_check.differences()):
             raise compiler.CompilerError(f"they differ from the plain operations: {wrong}")
     except compiler.CompilerError as error:
         disable()

@@ -33,6 +33,7 @@ from paddle_vl.parallel.topology import initialize
 from tests.multi_card_tests.fleet_defects.gloo_patches import install_more
 from tests.support.launch import launch, outcome_of, run_checks
 
+pytestmark = pytest.mark.heavy
 RANKS, WIDTH = 2, 64
 
 

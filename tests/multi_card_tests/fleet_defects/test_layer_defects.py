@@ -17,6 +17,8 @@ from paddle.distributed.fleet.utils.sequence_parallel_utils import (
 from paddle_vl.parallel.gloo_fleet import install
 from tests.support.launch import launch, outcome_of, run_checks, wait_for_ranks
 
+pytestmark = pytest.mark.heavy
+
 
 def start(world: int, **mp_configs: bool):
     install()

@@ -30,6 +30,7 @@ from paddle_vl.testing import record_host_reads
 from tests.multi_card_tests.fleet_defects.gloo_patches import install_more
 from tests.support.launch import launch, outcome_of, run_checks, wait_for_ranks
 
+pytestmark = pytest.mark.heavy
 ROWS, WIDTH, WAIT_SECONDS = 2, 4, 4.0
 
 

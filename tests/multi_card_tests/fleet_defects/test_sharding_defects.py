@@ -20,6 +20,7 @@ from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.topology import initialize
 from tests.support.launch import launch, outcome_of, run_checks
 
+pytestmark = pytest.mark.heavy
 OPTIONS = {"split_param": True, "comm_overlap": False, "release_gradients": False}
 
 

@@ -97,6 +97,22 @@ def test_index_that_is_none_or_points_elsewhere_is_refused(tmp_path, index, name
     assert str(tmp_path) in str(error.value)
 
 
+@pytest.mark.parametrize("index", ['{"weight_map": {"w": "gone.safetensors"}}', "{", None])
+def test_the_single_file_is_read_whatever_an_index_says(tmp_path, index):
+    """As transformers 5.24 does."""
+    write(tmp_path / "model.safetensors", {"w": entry()})
+    write(tmp_path / "part.safetensors", {"w": entry()})
+    text = index or json.dumps({"weight_map": {"w": "part.safetensors"}})
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    assert read_checkpoint_headers(tmp_path)["w"].file.name == "model.safetensors"
+
+
+def test_a_dtype_of_quantized_weights_is_named_with_what_to_load(tmp_path):
+    file = write(tmp_path / "a.safetensors", {"w": entry((24,), (0, 24), "F8_E4M3")})
+    with pytest.raises(ValueError, match="w has dtype F8_E4M3.*load the model that they were made"):
+        read_header(file)
+
+
 def test_shard_may_be_a_link(tmp_path):
     elsewhere = write(tmp_path / "blob", {"w": entry()})
     folder = tmp_path / "model"

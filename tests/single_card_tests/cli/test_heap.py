@@ -35,15 +35,14 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess:
         ("train", None, [None, f"{SETTING}=0"]),
         ("profile", "glibc.malloc.hugetlb=0", ["glibc.malloc.hugetlb=0", ""]),
         ("train", f"{SETTING}=7", [f"{SETTING}=7"]),
-        ("evaluate", None, [None]),
+        ("report", None, [None]),
     ],
 )
 def test_training_starts_again_with_whole_blocks(tmp_path, command, given, found):
     (tmp_path / "sitecustomize.py").write_text(STARTS)
     path = os.pathsep.join([str(tmp_path), os.getcwd()])
     environment = {} if given is None else {VARIABLE: given}
-    data = ["--data", "d"] if command == "evaluate" else []
-    done = run("-u", "-m", "paddle_vl", command, "none", *data, PYTHONPATH=path, **environment)
+    done = run("-u", "-m", "paddle_vl", command, "none", PYTHONPATH=path, **environment)
     assert done.returncode == 1
     starts = [line.split() for line in done.stderr.splitlines() if line.startswith("start ")]
     expected = [f"{given}:{SETTING}=0" if value == "" else str(value) for value in found]

@@ -36,6 +36,11 @@ def test_the_answers_are_marked_and_nothing_else(run_file, capsys):
     assert "train.jsonl:2: " in text
 
 
+def test_settings_of_an_evaluation_need_no_files_of_one(run_file, capsys):
+    settings = ("train.eval_steps=1", "train.best={metric: loss}", "train.eval={}", "data.eval=[]")
+    assert "red<|im_end|>" in shown(run_file, capsys, *settings)
+
+
 def test_a_page_has_the_pictures_as_the_model_sees_them(run_file, capsys, tmp_path):
     page = tmp_path / "pages" / "samples.html"
     shown(run_file, capsys, "--samples", "1", "--first", "2", "--page", str(page))

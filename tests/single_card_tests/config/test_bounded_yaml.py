@@ -1,15 +1,15 @@
-"""YAML that would exhaust the machine, and settings out of range.
+"""YAML beyond the limits, which are lowered where they are large, and settings out of range.
 
 Guarantees: expanded aliases, depth, size and numbers are limited before values are constructed, in
 files and overrides; bytes that are not text are refused with file and position; an error in an
 override does not name the file; settings out of range are refused.
 """
 
-import tracemalloc
 from pathlib import Path
 
 import pytest
 
+from paddle_vl.config import bounded_yaml
 from paddle_vl.config.load import load_run_config
 from paddle_vl.config.section import setting_descriptions
 from paddle_vl.config.validate import launch_problems
@@ -17,25 +17,26 @@ from paddle_vl.families.pi07.settings import PI07Run
 from tests.single_card_tests.config.test_load import MINIMAL
 
 
-def bomb(levels: int = 10) -> str:
+def lists() -> str:
+    """Ten lines for 1,110 values."""
     lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
-    for level in range(1, levels):
+    for level in range(1, 3):
         lines.append(f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]")
     return "\n".join(lines)
 
 
 def merges() -> str:
     lines = ["a0: &a0 {x: 1}"]
-    for level in range(1, 12):
+    for level in range(1, 4):
         lines.append(f"a{level}: &a{level} {{<<: [{', '.join([f'*a{level - 1}'] * 9)}]}}")
     return "\n".join(lines)
 
 
 HOSTILE = [
     (b"a: &a [*a]", "an alias is inside its own anchor"),
-    (b"a: " + b"[" * 100_000, "nested more than 64 deep"),
-    (b"a: " + b"{a: " * 100_000, "nested more than 64 deep"),
-    (b"\n".join(b" " * i + b"a:" for i in range(500)), "nested more than 64 deep"),
+    (b"a: " + b"[" * 70, "nested more than 64 deep"),
+    (b"a: " + b"{a: " * 70, "nested more than 64 deep"),
+    (b"\n".join(b" " * i + b"a:" for i in range(70)), "nested more than 64 deep"),
     (b"x" * 3_000_000, "it has 3,000,000 characters"),
     (b"a: [" + b"1," * 60_000 + b"1]", "more than 50,000 values"),
     (b"a: " + b"9" * 5000, "digits"),
@@ -49,7 +50,10 @@ HOSTILE = [
     (b"a: !!timestamp x", "not what it looks like"),
     (b"a: !!int ''", "not what it looks like"),
     (b"a: !!python/object:os.system x", "could not determine a constructor"),
-    (b"1: 2", "has the key 1"),
+    (b"1: 2", "1 is not a setting"),
+    (b"{1: 2, '1': 3}", "1 is set a second time"),
+    (b"a: {0x1: 2}", "a has the key 1, .*put it in quotes"),
+    (b"true: 2", "has the key True"),
     (b"~: 2", "has the key None"),
     (b"? [a]\n: b", "unhashable"),
     (b"a: 1\n---\nb: 2", "another document"),
@@ -65,15 +69,13 @@ def test_hostile_files_are_refused_by_name(tmp_path, text, named):
         load_run_config(file)
 
 
-@pytest.mark.parametrize("text", [bomb(), merges()], ids=["lists", "merges"])
-def test_files_that_expand_are_refused_in_little_memory(file, text):
+@pytest.mark.parametrize("text", [lists(), merges()], ids=["lists", "merges"])
+def test_files_that_expand_are_refused_before_values_are_made(file, text, monkeypatch):
+    monkeypatch.setattr(bounded_yaml, "_MAX_VALUES", 500)
+    monkeypatch.setattr(bounded_yaml._Loader, "construct_document", None)
     file.write_text(text)
-    tracemalloc.start()
-    with pytest.raises(ValueError, match="expanded this has more than 50,000 values"):
+    with pytest.raises(ValueError, match="expanded this has more than 500 values"):
         load_run_config(file)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 200e6
 
 
 @pytest.fixture
@@ -92,8 +94,8 @@ def refusal(file: Path, *overrides: str) -> str:
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("model.config={" + bomb().replace("\n", ", ") + "}", "more than 50,000 values"),
-        ("model.config=" + "[" * 10_000, "nested more than 64 deep"),
+        ("model.config=[" + "1," * 60_000 + "1]", "more than 50,000 values"),
+        ("model.config=" + "[" * 70, "nested more than 64 deep"),
         ("train.seed=" + "9" * 5000, "digits"),
         ("train.seed=0x" + "f" * 5000, "number of 20000 bits"),
         ('train.output_dir="a\\0b"', "no text or path may have"),

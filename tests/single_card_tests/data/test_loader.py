@@ -1,10 +1,10 @@
 """Loader: one stream of batches, independent of workers and of resuming.
 
 Guarantees: workers and prefetching do not change the stream; it continues unchanged from every
-saved position; a bad sample's error has its place, also from a worker; skipped samples are replaced
-or left out and counted, and a dataset of bad samples ends in an error; a dead worker is reported;
-workers load neither Paddle nor the main script; closing ends them. Packed rows are in
-`test_packed_loader`.
+saved position; a bad sample's error has its place, also from a worker; skipped samples are counted,
+and left out or replaced by others of the whole mix, and a dataset of bad samples ends in an error;
+a dead worker is reported; workers load neither Paddle nor the main script; closing ends them.
+Packed rows are in `test_packed_loader`.
 """
 
 import itertools
@@ -113,14 +113,23 @@ def test_bad_sample_fails_with_its_place(num_workers):
             next(batches)
 
 
-def test_skipped_samples_are_replaced_in_training_so_that_batches_stay_full():
-    whole = take(loader(NumberDataset(10), **TRAIN), 6)
-    dataset = NumberDataset(10, bad=[3, 4], on_bad_sample="skip")
-    batches = loader(dataset, **TRAIN)
-    replaced = [[5 if number in (3, 4) else number for number in batch] for batch in whole]
-    assert take(batches, 6) == replaced
-    passed_over = sum({3: 2, 4: 1}.get(number, 0) for batch in whole for number in batch)
-    assert batches.skipped == {"bad_kind": passed_over}
+def test_skipped_samples_are_replaced_by_others_of_the_whole_mix():
+    """16 bad frames of an episode: the one behind them is not trained on 16 times."""
+    bad = range(40, 56)
+    whole = np.concatenate(take(loader(NumberDataset(200), **TRAIN), 66))
+    batches = loader(NumberDataset(200, bad, "skip"), **TRAIN)
+    found = np.concatenate(take(batches, 66))
+    is_bad = np.isin(whole, bad)
+    assert batches.skipped == {"bad_kind": is_bad.sum()}
+    assert is_bad.sum() > 12
+    np.testing.assert_array_equal(found[~is_bad], whole[~is_bad])
+    assert not np.isin(found, bad).any()
+    assert max(np.bincount(found[is_bad])) <= 3
+    # On other ranks and from a position too.
+    for rank in range(2):
+        with loader(NumberDataset(200, bad, "skip"), **TRAIN, rank=rank, size=2) as own:
+            own.load_state_dict({**own.state_dict(), "batches_consumed": 5})
+            np.testing.assert_array_equal(np.concatenate(take(own, 28)), found[30 + rank :: 2])
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -147,7 +156,7 @@ def test_skipped_counts_are_those_of_the_batches_handed_out_and_are_resumed():
 
 def test_all_samples_bad_fails_in_training_and_evaluation():
     dataset = NumberDataset(6, bad=range(6), on_bad_sample="skip")
-    with pytest.raises(BadSampleError, match=r"data\.jsonl:.*6 samples in a row are bad"):
+    with pytest.raises(BadSampleError, match=r"data\.jsonl:.*6 samples of all are bad"):
         next(loader(dataset, **TRAIN))
     with pytest.raises(ValueError, match="every sample of epoch 0 is bad.*'bad_kind': 6"):
         next(loader(dataset, **EVALUATE))

@@ -2,11 +2,11 @@
 
 Guarantees: frames by number equal those of a full decode in every container, also with an odd
 number of frames; the frame count equals that of decoding, also where the container states none or
-hides frames; a stated rotation is applied; frames are decoded one at a time up to the last
+hides frames; a stated display matrix is applied, as by FFmpeg; cover pictures are no films; frames
+are decoded one at a time up to the last
 requested one; every error names the problem and the remedy; only files need PyAV.
 """
 
-import struct
 import sys
 import warnings
 from contextlib import nullcontext
@@ -19,10 +19,13 @@ import pytest
 
 from paddle_vl.data import video_reader
 from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.data.lerobot.videos import read_frames
 from paddle_vl.data.video_reader import VideoFrames, frame_rate, open_video
 from tests.single_card_tests.data.video_files import (
     decode_all,
     moving_frames,
+    set_display_matrix,
+    write_cover_first,
     write_hidden_start,
     write_sound,
     write_video,
@@ -80,15 +83,39 @@ def test_frames_that_an_edit_list_hides_do_not_count(tmp_path):
     np.testing.assert_array_equal(np.stack(list(video.frames(range(14)))), decode_all(path))
 
 
-def test_rotated_video_is_turned_upright(tmp_path):
-    path = write_video(tmp_path / "a.mp4", 3, codec="mpeg4")
-    content = bytearray(path.read_bytes())
-    # The matrix of the track header, 16.16 and 2.30 fixed point: a quarter turn clockwise.
-    at = content.index(b"tkhd") + 44
-    content[at : at + 36] = struct.pack(">9i", 0, 1 << 16, 0, -1 << 16, 0, 0, 0, 0, 1 << 30)
-    path.write_bytes(content)
-    (frame,) = open_video(path).frames([1])
-    np.testing.assert_array_equal(frame, decode_all(path)[1].transpose(1, 0, 2)[:, ::-1])
+SHOWN = {
+    (1, 0, 0, 1): lambda pixels: pixels,
+    (0, 1, -1, 0): lambda pixels: np.rot90(pixels, -1),
+    (-1, 0, 0, -1): lambda pixels: np.rot90(pixels, 2),
+    (0, -1, 1, 0): np.rot90,
+    (-1, 0, 0, 1): np.fliplr,
+    (1, 0, 0, -1): np.flipud,
+    (0, 1, 1, 0): lambda pixels: pixels.swapaxes(0, 1),
+    (0, -1, -1, 0): lambda pixels: np.rot90(pixels, 2).swapaxes(0, 1),
+}
+
+
+@pytest.mark.parametrize("matrix", SHOWN, ids=str)
+def test_a_display_matrix_turns_and_mirrors(tmp_path, matrix):
+    """The picture is that of `ffmpeg -i` 9.0.2, in LeRobot datasets too."""
+    path = set_display_matrix(write_video(tmp_path / "a.mp4", 3, codec="mpeg4"), matrix)
+    expected = SHOWN[matrix](decode_all(path)[1])
+    for frames in (open_video(path).frames([1]), read_frames(path, [0.1], 0.01)):
+        np.testing.assert_array_equal(next(iter(frames)), expected)
+
+
+def test_a_cover_picture_is_passed_over(tmp_path):
+    path = write_cover_first(tmp_path / "a.mp4")
+    with av.open(str(path)) as container:
+        cover, stream = container.streams.video
+        assert cover.codec_context.name == "mjpeg"
+        expected = [f.to_ndarray(format="rgb24") for f in container.decode(stream)]
+    video = open_video(path)
+    assert (video.num_frames, video.fps) == (6, 10)
+    np.testing.assert_array_equal(list(video.frames(range(6))), expected)
+    np.testing.assert_array_equal(read_frames(path, [0.2], 0.01)[0], expected[2])
+    with pytest.raises(BadSampleError, match="no video stream, only: audio, cover picture"):
+        open_video(write_cover_first(tmp_path / "a.mp3", "mp3"))
 
 
 def test_frames_in_memory_are_a_video():

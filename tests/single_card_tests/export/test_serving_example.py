@@ -72,7 +72,9 @@ def model(processor):
     names = ("image", "video", "vision_start", "vision_end")
     ids = {f"{name}_token_id": getattr(processor, f"{name}_token_id") for name in names}
     paddle.seed(1)
-    model = Qwen3VLForConditionalGeneration.from_config(replace(tiny_config(vocab_size=320), **ids))
+    model = Qwen3VLForConditionalGeneration.from_config(
+        replace(tiny_config(vocab_size=320, num_hidden_layers=2), **ids)
+    )
     rng = np.random.default_rng(1)
     for parameter in model.parameters():
         noise = rng.normal(scale=0.3, size=parameter.shape).astype(np.float32)

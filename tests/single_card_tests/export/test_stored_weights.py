@@ -24,7 +24,7 @@ from paddle_vl.export.program import Program
 from paddle_vl.export.qwen3_vl.programs import model_to_export
 from paddle_vl.export.stored_weights import store_weights
 from paddle_vl.export.writing import check_dtype, export_model
-from paddle_vl.testing.qwen3_vl import EXPERTS
+from paddle_vl.testing import qwen3_vl
 from tests.single_card_tests.export.test_exported_pi07 import batch_of
 from tests.single_card_tests.export.test_exported_qwen3_vl import BATCHES
 from tests.single_card_tests.families.pi07.test_policy import character_tokenizer, golden_policy
@@ -33,6 +33,7 @@ from tests.support.exports import HOST_OPERATIONS, operations
 from tests.support.tiny import tiny_model
 
 NAMES = ("tower", "prefill", "decode")
+EXPERTS = {**qwen3_vl.EXPERTS, "num_hidden_layers": 2}
 
 
 @pytest.fixture(scope="module")

@@ -3,17 +3,18 @@
 Guarantees: a traced program has the plain implementations, or kernels for CPUs that equal them
 within float32 rounding on odd sizes; half precision takes the plain ones; kernels without a
 backward pass in eager mode equal them too; tables of the host are constants of a program; tracing
-makes no operation.
+makes no operation; a method is converted once for all its layers.
 """
 
 import numpy as np
 import paddle
 import pytest
+from paddle.jit.dy2static.program_translator import FunctionCache
 from paddle.static import InputSpec
 
 from paddle_vl.export.tracing import CPU_KERNELS, kernels_for_cpu, tracing
 from paddle_vl.nn.attention import RotaryTables, apply_rotary
-from paddle_vl.nn.linear import biased_linear
+from paddle_vl.nn.linear import Linear, biased_linear
 from paddle_vl.nn.operations import (
     OPERATIONS,
     host_table,
@@ -107,8 +108,34 @@ def test_a_table_of_the_host_is_a_constant_of_a_program():
     def call(x):
         return x + table()
 
+    with tracing():
+        program = paddle.jit.to_static(
+            call, full_graph=True, input_spec=[InputSpec([None, 4], "float32")]
+        ).main_program
+    assert "builtin.parameter" not in {op.name() for op in program.global_block().ops}
     np.testing.assert_array_equal(traced(call, [paddle.ones([2, 4])])[0], 1 + np.arange(4))
     assert table() is kept
+
+
+def test_a_method_is_converted_once_for_all_its_layers(monkeypatch):
+    """Paddle 3.3 converts it for each layer and each call: an export took three times as long."""
+    names, convert = [], FunctionCache._convert
+
+    def counted(cache, function):
+        names.append(function.__qualname__)
+        return convert(cache, function)
+
+    monkeypatch.setattr(FunctionCache, "_convert", counted)
+    layers = [Linear(4, 4, bias=False) for _ in range(3)]
+
+    def call(x):
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    traced(call, [normal(2, 4)])
+    assert names.count("Linear.forward") == 1
+    assert FunctionCache._convert is counted
 
 
 def test_a_program_has_the_operations_of_the_plain_implementation():

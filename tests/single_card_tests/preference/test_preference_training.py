@@ -5,13 +5,15 @@ Guarantees:
 - log-probabilities, losses, metrics and gradients equal TRL's, padded and packed, and so do ten
   steps with the reference in place of the trained values (`tools/check_parity.py preference`);
 - terms are means over all pairs and all chosen tokens of a step;
+- KTO's baseline is of other answers than the row's own;
 - images that answers share are encoded once, and each answer has gradients as with its own copy;
 - no tensor with a row per token and the vocabulary's width is made;
 - the first step's loss is ln 2, with adapters too, for both families; a resumed run is
   bit-identical, and refused with another reference;
 - precomputed log-probabilities give the same run, and are refused when data, settings or weights
   changed;
-- prompts are never cut, and settings that contradict each other are refused.
+- prompts are never cut, pairs that the cut makes equal are refused, and so are settings
+  that contradict each other.
 """
 
 import json
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
+import paddle
 import pytest
 import yaml
 
@@ -28,14 +31,16 @@ from paddle_vl.config.load import load_run_config
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.qwen3_5.config import Qwen3_5Config
 from paddle_vl.families.qwen3_5.model import Qwen3_5ForConditionalGeneration
-from paddle_vl.families.vlm.preference.objective import PreferenceLoss
+from paddle_vl.families.vlm.inputs.collate import VLCollator
+from paddle_vl.families.vlm.inputs.preference import PreferenceCollator
+from paddle_vl.families.vlm.preference.objective import BASELINE, PreferenceLoss
 from paddle_vl.families.vlm.preference.settings import PreferenceConfig
 from paddle_vl.families.vlm.settings import VLRun
 from paddle_vl.nn import objective
 from paddle_vl.nn.objective import weighted_loss
 from paddle_vl.train.build import build_trainer, run_family
 from parity import preference as parity
-from tests.single_card_tests.train.tiny_run import MODEL_3_5
+from tests.single_card_tests.train.tiny_run import MODEL_3_5, write_records
 from tests.support.finished_runs import arrays_of, lasting_metrics
 from tests.support.preference_runs import base_settings, write_preference_run
 from tests.support.tiny import GOLDEN
@@ -74,6 +79,26 @@ def test_the_order_of_losses_changes_no_term():
     first, other = (PreferenceLoss(PreferenceConfig(loss_type=each)) for each in names)
     assert first.terms == other.terms
     assert "log_odds_ratio" in first.terms
+
+
+def test_an_answer_alone_in_its_micro_batch_gives_no_baseline():
+    """TRL 1.16's KTOTrainer takes z0 from answers of other rows, and refuses batches of one, whose
+    z0 would be their own reward."""
+    loss = PreferenceLoss(PreferenceConfig(loss_type=["kto"]))
+    collator = PreferenceCollator(VLCollator(0, 1, 2), True, False, True)
+    row = {"input_ids": np.array([5, 6]), "labels": np.array([-100, 6])}
+    samples = [{**row, "is_chosen": np.asarray(True)}] * 2
+    pair, single, none = (collator([own]) for own in (samples, samples[:1], []))
+    assert [each["num_with_other"] for each in (pair, single, none)] == [2, 0, 0]
+    own = [paddle.to_tensor(values) for values in ([3.0, 4.0], [9.0], [0.0, 0.0])]
+    reference = [paddle.zeros_like(values) for values in own] * 2
+
+    def baselines(summed):
+        found = loss.compared([pair, single, none], reference, own, summed)
+        return [float(each[BASELINE]) for each in found]
+
+    assert baselines(None) == [3.5, 0, 0]
+    assert baselines(lambda total: total) == [3.5] * 3
 
 
 def test_shared_images_are_encoded_once():
@@ -218,6 +243,28 @@ def test_answers_are_cut_and_prompts_are_not(run_file):
     assert [len(cut[f"{side}.input_ids"]) for side in ("chosen", "rejected")] == [prompt + 1] * 2
     with pytest.raises(BadSampleError, match="leaves no room for the answer"):
         sample(prompt)
+
+
+def test_pairs_without_a_difference_in_tokens_are_refused(run_file):
+    file = run_file.with_name("cut.jsonl")
+    text = {"prompt": "?", "chosen": "red green", "rejected": "red blue"}
+    of_images = json.loads(run_file.with_name("train.jsonl").read_text().splitlines()[3])
+    del of_images["rejected_response"]
+    write_records(file, [text, of_images])
+
+    def pair(max_length: int, number: int = 0):
+        settings = [*base_settings(run_file), f"data.train=[{file}]"]
+        settings += [f"data.max_length={max_length}"]
+        return run_family(load_run_config(str(run_file), settings)).train_data[number]
+
+    whole = pair(128)
+    differ = np.flatnonzero(whole["chosen.input_ids"] != whole["rejected.input_ids"])[0]
+    assert len(pair(differ + 1)["chosen.input_ids"]) == differ + 1
+    with pytest.raises(BadSampleError, match=f"same tokens up to data.max_length {differ}"):
+        pair(differ)
+    # The same answer to other images.
+    sample = pair(128, 1)
+    np.testing.assert_array_equal(sample["chosen.input_ids"], sample["rejected.input_ids"])
 
 
 @pytest.mark.parametrize(

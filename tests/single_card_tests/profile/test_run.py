@@ -21,6 +21,7 @@ from paddle_vl.profile.memory import Peak
 from paddle_vl.profile.run import measure, profiled_config
 from paddle_vl.profile.workload import ProfileSettings, Workload
 from paddle_vl.train import phases
+from paddle_vl.train.allocator import allocator_flags
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.phases import Phase
 from tests.single_card_tests.train.tiny_run import write_tiny_run
@@ -125,6 +126,7 @@ def test_the_command_leaves_a_result_and_nothing_in_the_runs_folder(run_file, tm
     arguments = [str(run_file), "--out", str(out), "--warmup", "1", "--steps", "2"]
     assert main(["profile", *arguments, "train.max_steps=1"]) == 0
     result = json.loads((out / "profile.json").read_text())
+    assert result["allocator_flags"] == allocator_flags()
     assert sum(result["phase_shares_percent"].values()) == pytest.approx(100)
     assert (result["warmup"], result["measured"], result["num_processes"]) == (1, 2, 1)
     assert (result["batch_size"], result["gradient_accumulation_steps"]) == (2, 2)

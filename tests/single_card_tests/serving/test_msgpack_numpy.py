@@ -88,7 +88,7 @@ def image(**changes) -> bytes:
         (OPENPI, array(dtype="|O"), "dtype '|O' is none of"),
         (OPENPI, array(dtype="<U0"), "dtype '<U0' is none of"),
         (OPENPI, array(dtype=["<f4"]), "is none of"),
-        (VLA_EVAL, msgpack.packb({"__ndarray__": True, "dtype": "<U2"}), "dtype '<U2' is none of"),
+        (VLA_EVAL, msgpack.packb({"__ndarray__": True, "dtype": "<U0"}), "dtype '<U0' is none of"),
         (OPENPI, array(shape=[3]), r"float32 \[3\] has 12 bytes, its data 8 bytes"),
         (OPENPI, array(shape=[1 << 40, 1 << 40]), "bytes, its data 8 bytes"),
         (OPENPI, array(shape=[0, 1 << 63], data=b""), "refused"),

@@ -56,6 +56,7 @@ def chat(address: str, **settings):
 CALL = '<tool_call>\n{"name": "write", "arguments": {"digit": 3}}\n</tool_call>'
 XML = "<tool_call>\n<function=write>\n<parameter=digit>\n3\n</parameter>\n</function>\n</tool_call>"
 WRITE = ("write", '{"digit": 3}')
+THINKS = {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
 
 
 @pytest.mark.parametrize(
@@ -65,11 +66,12 @@ WRITE = ("write", '{"digit": 3}')
         ("It is é 3.", {"max_tokens": 2}, {"content": "It", "reason": "length"}),
         ("one, two. STOP", {"stop": ["wo", "STOP"]}, {"content": "one, t"}),
         ("one, two. STO", {"stop": "STOP"}, {"content": "one, two. STO"}),
+        ("one, two.", {"stop": "a stop of 18 chars"}, {"content": "one, two."}),
         ("<think>\na b\n</think>\n\nc", {}, {"content": "c", "reasoning": "a b"}),
         ("<thin", {}, {"content": "<thin"}),
         (
             "a b\n</think>\n\nc",
-            {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}},
+            THINKS,
             {"content": "c", "reasoning": "a b"},
         ),
         (CALL, {"tools": TOOLS}, {"calls": [WRITE], "reason": "tool_calls"}),
@@ -84,9 +86,15 @@ WRITE = ("write", '{"digit": 3}')
             {"tools": TOOLS, "parallel_tool_calls": False},
             {"calls": [WRITE], "reason": "tool_calls"},
         ),
+        (
+            f"a b\n{XML}",
+            {"tools": TOOLS, "stop": "a", **THINKS},
+            {"reasoning": "a b", "calls": [WRITE], "reason": "tool_calls"},
+        ),
         (CALL, {}, {"content": CALL}),
         (CALL, {"tools": TOOLS, "tool_choice": "none"}, {"content": CALL}),
-        (CALL[:-13], {"tools": TOOLS}, {"content": CALL[:-13]}),
+        (CALL[:-13], {"tools": TOOLS}, {"calls": [WRITE], "reason": "tool_calls"}),
+        (CALL[:-14], {"tools": TOOLS}, {"content": CALL[:-14]}),
         ("<tool_call>3</tool_call>", {"tools": TOOLS}, {"content": "<tool_call>3</tool_call>"}),
     ],
 )
@@ -175,7 +183,11 @@ def test_earlier_calls_and_results_are_in_the_prompt(processor):
     with serving(served) as address:
         first = chat(address, tools=TOOLS).choices[0].message
         result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "done 9"}
-        messages = [*QUESTION, first.model_dump(), result]
+        said = first.model_dump()
+        # As clients join it of a stream, and OpenAI's (3.57) sends what its `parse` has given.
+        said["parsed"] = said["tool_calls"][0]["function"]["parsed_arguments"] = {"digit": 3}
+        said["tool_calls"].append({"index": 1, "function": {"name": "look", "arguments": ""}})
+        messages = [*QUESTION, said, result]
         chat(address, messages=messages, tools=TOOLS, tool_choice="none")
         chat(address, messages=messages, tools=TOOLS)
     without, prompt = (
@@ -186,6 +198,7 @@ def test_earlier_calls_and_results_are_in_the_prompt(processor):
     assert "done 9" in prompt
     assert prompt.count('"name": "write"') == 2
     assert without.count('"name": "write"') == 1
+    assert '{"name": "look", "arguments": {}}' in prompt
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from paddle_vl.cli.main import main
 from paddle_vl.families.policy.demonstrations.sample import Stream, sample_rng
 from paddle_vl.families.policy.images import letterbox
 from paddle_vl.serving import openpi, vla_eval
-from paddle_vl.serving.msgpack_numpy import OPENPI
-from paddle_vl.serving.policy import PolicyActor, open_policy
+from paddle_vl.serving.msgpack_numpy import OPENPI, VLA_EVAL
+from paddle_vl.serving.policy import _TEXTS, PolicyActor, open_policy
 from tests.single_card_tests.families.pi07.test_policy import character_tokenizer, golden_policy
 
 STATE = np.array([0.1, -0.2, 0.3, 0.4, -0.5])
@@ -125,6 +125,24 @@ def test_every_form_of_an_observation_gives_the_policys_actions(policy):
         raw | {"speed": [3], "speed_is_pad": [False]}, noise_of(policy, 7, 1)
     )
     np.testing.assert_allclose(answer(actor, others[2])[0], quick[0], rtol=0, atol=1e-6)
+
+
+TEXTS = ["go", np.array("go"), np.array(["go"]), np.str_("go"), b"go", np.array(b"go"), ["go"]]
+
+
+@pytest.mark.parametrize("name", _TEXTS)
+def test_a_text_may_have_numpys_forms(name, policy):
+    """openpi's own server takes `prompt.item()` of what is no str."""
+    for actor, dialect in ((actor_of(policy), OPENPI), (actor_of(policy, vla_eval), VLA_EVAL)):
+        images = {"camera0": picture(0), "camera1": picture(1)}
+        for text in TEXTS:
+            given = {**images, "state": STATE, "prompt": "go", name: text}
+            assert actor.observe(dialect.unpack(dialect.pack(given)))[name] == ["go"]
+    for text in (np.array(["a", "b"]), b"\xff", np.array("\ud800"), np.array(3), "a" * 70_000):
+        with pytest.raises(
+            ValueError, match=f"'{name}' (is .*a text is needed|has more than 65536)"
+        ):
+            actor.observe({**images, "state": STATE, "prompt": "go", name: text})
 
 
 def check_batches(actor: PolicyActor, itself: PolicyActor) -> None:

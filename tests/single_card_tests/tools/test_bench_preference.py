@@ -9,7 +9,6 @@ import json
 import numpy as np
 import pytest
 
-import harness
 import preference
 import preference_trl
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
@@ -17,9 +16,10 @@ from paddle_vl.train.build import build_trainer
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory):
+def work(digits, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
-    harness.make_data("qwen3_vl", folder / "data")
+    (folder / "data").mkdir()
+    (folder / "data" / "processor").symlink_to(digits / "processor")
     preference.prepare(str(folder))
     return folder
 

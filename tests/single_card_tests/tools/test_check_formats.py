@@ -7,9 +7,12 @@ should not be, or one that should be is not.
 import json
 import sys
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 import check_formats
+from format_cases import check_containers
 
 ROW = {"query": "a", "response": "b"}
 FORM = {
@@ -40,6 +43,15 @@ def test_a_case_is_equal_or_its_difference_is_printed(
     monkeypatch.setattr(sys, "argv", ["check_formats", str(tmp_path)])
     assert check_formats.main() == (line != "ok")
     assert capsys.readouterr().out.startswith(f"query_response 1: {line}")
+
+
+def test_a_column_of_json_text_is_read_as_the_rows_it_stands_for(tmp_path):
+    rows = [{"messages": [{"role": role, "content": "a"} for role in ("user", "assistant")]}]
+    table = pa.table({"messages": [json.dumps(row["messages"]) for row in rows]})
+    parquet.write_table(table, tmp_path / "text.parquet")
+    expected = {"rows": rows, "same_rows": ["text.parquet"], "refused": []}
+    (tmp_path / "expected.json").write_text(json.dumps(expected))
+    assert list(check_containers(tmp_path)) == [("text.parquet", None)]
 
 
 def test_a_folder_without_cases_is_an_error(tmp_path, monkeypatch):

@@ -24,13 +24,6 @@ SPLITS = ("train", "copies", "test")
 datasets = pytest.importorskip("sklearn.datasets")
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("digits")
-    assert make_digits_dataset(directory)
-    return directory
-
-
 def rows_of(directory: Path, split: str) -> list[dict]:
     return [json.loads(line) for line in (directory / f"{split}.jsonl").read_text().splitlines()]
 
@@ -39,15 +32,15 @@ def images_of(rows: list[dict]) -> set[str]:
     return {image for row in rows for image in row.get("images", ())}
 
 
-def test_splits_are_apart_and_hold_all_tasks(made):
-    rows = {split: rows_of(made, split) for split in SPLITS}
+def test_splits_are_apart_and_hold_all_tasks(digits):
+    rows = {split: rows_of(digits, split) for split in SPLITS}
     train, copies, test = (images_of(rows[split]) for split in SPLITS)
     assert not train & test
     # A copy has the number of its image.
     assert {name[:-6] for name in copies} == {name[:-4] for name in train}
     assert len(train) + len(test) == 1797
     assert len(copies) == 4 * len(train)
-    assert len(list((made / "images").glob("*.png"))) == len(train | copies | test)
+    assert len(list((digits / "images").glob("*.png"))) == len(train | copies | test)
     # Every unseen image has one single question.
     asked = Counter(row["images"][0] for row in rows["test"] if row["task"] == "single")
     assert (set(asked), set(asked.values()), len(asked)) == (test, {1}, 300)
@@ -73,9 +66,9 @@ def asked_about_two(question: str) -> str:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_answers_are_right(made, split):
+def test_answers_are_right(digits, split):
     target = datasets.load_digits().target
-    for row in rows_of(made, split):
+    for row in rows_of(digits, split):
         question = row["messages"][0]["content"]
         if row["task"] == "fact":
             shown = [int(digit) for digit in re.findall(r"\d", question)]
@@ -100,19 +93,19 @@ def test_answers_are_right(made, split):
             assert answers[1] in (["even", "odd"][first % 2], after)
 
 
-def test_images_are_the_shipped_ones_dark_on_white(made):
+def test_images_are_the_shipped_ones_dark_on_white(digits):
     pixels = datasets.load_digits().images[7]
-    shown = np.asarray(Image.open(made / "images" / "0007.png"), dtype=float)
+    shown = np.asarray(Image.open(digits / "images" / "0007.png"), dtype=float)
     assert shown.shape == (64, 64)
     blocks = shown.reshape(8, 8, 8, 8).mean(axis=(1, 3))
     assert np.corrcoef(blocks.ravel(), -pixels.ravel())[0, 1] > 0.99
     assert shown[pixels.repeat(8, 0).repeat(8, 1) == 0].mean() > 200
 
 
-def test_copies_are_moved_a_little_and_stay_on_white_paper(made):
-    number = Path(rows_of(made, "train")[0]["images"][0]).stem
+def test_copies_are_moved_a_little_and_stay_on_white_paper(digits):
+    number = Path(rows_of(digits, "train")[0]["images"][0]).stem
     image, *copies = (
-        255.0 - np.asarray(Image.open(made / "images" / f"{number}{copy}.png"))
+        255.0 - np.asarray(Image.open(digits / "images" / f"{number}{copy}.png"))
         for copy in ("", "-1", "-2", "-3", "-4")
     )
     for index, copy in enumerate(copies):
@@ -127,34 +120,33 @@ def centre(ink: np.ndarray) -> np.ndarray:
     return np.array([np.average(np.arange(64), weights=ink.sum(axis)) for axis in (0, 1)])
 
 
-def test_directory_is_ready_for_a_run_with_four_visual_tokens_an_image(made):
-    processor = VLProcessor.from_pretrained(made / "processor")
-    for split in SPLITS:
-        dataset = MessagesDataset([made / f"{split}.jsonl"], processor)
-        # Behind the questions about images copies have those without.
-        sample = dataset[len(dataset) - 1 - 200 * (split == "copies")]
-        assert sample["image_grid_thw"].tolist() == [[1, 4, 4], [1, 4, 4]]
-        assert np.count_nonzero(sample["input_ids"] == processor.image_token_id) == 8
-    assert dataset.conversation(0).extra == {"task": "single"}
-
-
-def test_writing_is_reproducible(made, tmp_path):
-    make_digits_dataset(tmp_path)
-    for split in SPLITS:
-        name = f"{split}.jsonl"
-        assert (tmp_path / name).read_bytes() == (made / name).read_bytes()
-    tokenizer = Path("processor") / "tokenizer.json"
-    assert (tmp_path / tokenizer).read_bytes() == (made / tokenizer).read_bytes()
-
-
 @pytest.fixture
 def small(tmp_path, monkeypatch):
     """A folder made from the first 120 images."""
     pixels, target = digits_module.read_digits()
     monkeypatch.setattr(digits_module, "read_digits", lambda: (pixels[:120], target[:120]))
     monkeypatch.setattr(digits_module, "TEST_IMAGES_PER_DIGIT", 3)
-    assert make_digits_dataset(tmp_path)
-    return tmp_path
+    assert make_digits_dataset(tmp_path / "made")
+    return tmp_path / "made"
+
+
+def test_writing_is_reproducible(small, tmp_path):
+    assert make_digits_dataset(tmp_path / "again")
+    names = [path.relative_to(small) for path in small.rglob("*") if path.is_file()]
+    assert len(names) > 400
+    for name in names:
+        assert (tmp_path / "again" / name).read_bytes() == (small / name).read_bytes(), name
+
+
+def test_directory_is_ready_for_a_run_with_four_visual_tokens_an_image(small):
+    processor = VLProcessor.from_pretrained(small / "processor")
+    for split in SPLITS:
+        dataset = MessagesDataset([small / f"{split}.jsonl"], processor)
+        # Behind the questions about images copies have those without.
+        sample = dataset[len(dataset) - 1 - 200 * (split == "copies")]
+        assert sample["image_grid_thw"].tolist() == [[1, 4, 4], [1, 4, 4]]
+        assert np.count_nonzero(sample["input_ids"] == processor.image_token_id) == 8
+    assert dataset.conversation(0).extra == {"task": "single"}
 
 
 def test_only_what_is_complete_and_of_this_recipe_is_left_alone(small, monkeypatch):
@@ -166,7 +158,7 @@ def test_only_what_is_complete_and_of_this_recipe_is_left_alone(small, monkeypat
     assert not make_digits_dataset(small)
 
 
-def test_tool_says_what_it_did(made):
+def test_tool_says_what_it_did(digits):
     tool = Path(__file__).parents[3] / "tools" / "make_digits_dataset.py"
-    result = forked.run([str(tool), str(made)])
-    assert result.stdout == f"{made}: complete already\n"
+    result = forked.run([str(tool), str(digits)])
+    assert result.stdout == f"{digits}: complete already\n"

@@ -9,21 +9,11 @@ import json
 import re
 from pathlib import Path
 
-import pytest
-
 from make_digits_corpus import HELD_OUT, SOURCES, make_digits_corpus
 from make_digits_dataset import read_digits
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 
-pytest.importorskip("sklearn.datasets")
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("corpus")
-    assert make_digits_corpus(directory)
-    return directory
 
 
 def rows_of(corpus: Path, name: str) -> list[dict]:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from paddle_vl.config.load import load_run_config
+from paddle_vl.config.load import load_run_config, save_run_config
 from paddle_vl.data.lerobot.metadata import read_metadata
 from paddle_vl.data.lerobot.statistics import statistics
 from paddle_vl.data.loader import PrefetchLoader
@@ -152,6 +152,10 @@ WRONG = {
         with_mixture(datasets=[{"root": "a", "use_delta_joint_actions": True}]),
         "use_delta_joint_actions True and delta_action_state_map {}: set both",
     ),
+    "deltas by name": (
+        with_mixture(datasets=[{"root": "a", "delta_action_state_map": {"x": 0}}]),
+        "delta_action_state_map.*it must be a whole number",
+    ),
     "twice": (with_mixture()[1:], "data.train and data.dataset_mixture are set"),
     "two evaluations": ([*with_mixture(), "data.eval=[a]"], "keeps a part .* for evaluation"),
 }
@@ -162,6 +166,17 @@ def test_settings_that_cannot_be_meant_are_refused(run_file, fault):
     overrides, message = WRONG[fault]
     with pytest.raises(ValueError, match=message):
         load_run_config(run_file, overrides)
+
+
+@pytest.mark.parametrize("key", ["0", '"0"', "'0'", "!!int 0"])
+def test_dims_are_mapped_by_whole_numbers_with_or_without_quotes(key, run_file, tmp_path):
+    one = f"[{{root: a, use_delta_joint_actions: true, delta_action_state_map: {{{key}: 3}}}}]"
+    config = load_run_config(
+        run_file, ["data.train=[]", f"data.dataset_mixture={{datasets: {one}}}"]
+    )
+    assert config.data.dataset_mixture.datasets[0].delta_action_state_map == {0: 3}
+    save_run_config(config, file := tmp_path / "run.yaml")
+    assert load_run_config(file) == config
 
 
 def test_a_dataset_without_an_episode_to_spare_has_no_evaluation(run_file, tmp_path):

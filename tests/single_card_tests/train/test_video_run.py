@@ -23,6 +23,7 @@ from tests.single_card_tests.train.tiny_run import write_records, write_tiny_run
 SMALL = [
     "data.video_min_frames=2", "data.video_min_pixels=512", "data.video_max_pixels=2048",
     "data.video_fps=2.5", "data.video_max_frames=6", "data.max_length=512", "train.warmup_steps=0",
+    "data.video_markers=both",
 ]  # fmt: skip
 
 
@@ -77,6 +78,7 @@ def test_settings_of_videos_are_saved_with_the_model(trained):
     found = json.loads((trained / "final" / "video_preprocessor_config.json").read_text())
     assert found["size"] == {"shortest_edge": 512, "longest_edge": 2048}
     assert (found["fps"], found["min_frames"], found["max_frames"]) == (2.5, 2, 6)
+    assert found["video_markers"] == "both"
 
 
 def test_worker_processes_that_decode_give_the_same_weights(run_file, trained, tmp_path):

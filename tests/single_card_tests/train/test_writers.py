@@ -211,9 +211,10 @@ def test_service_keeps_the_id_of_a_run_that_goes_on(tmp_path, monkeypatch, name)
     pytest.importorskip(name)
     monkeypatch.setenv(f"{name.upper()}_MODE", "offline")
     output_dir = tmp_path / "doors"
+    before = signal.getsignal(signal.SIGINT)
     (first,) = open_writers([name], Start(output_dir, ENTRY))
     # Ctrl-C is the run's.
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
     print("a secret row")
     for line in [*LINES, {"step": 4, "loss": 9.0}]:
         first.write(line)

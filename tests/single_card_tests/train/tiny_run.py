@@ -12,7 +12,7 @@ MODEL = {
         "vocab_size": 280, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
         "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]},
-        "initializer_range": 0.1,
+        "rope_theta": 5000000.0, "initializer_range": 0.1,
     },
     "vision_config": {
         "depth": 2, "hidden_size": 8, "intermediate_size": 16, "num_heads": 2, "patch_size": 4,
@@ -32,7 +32,7 @@ MODEL_3_5 = {
         "linear_num_key_heads": 2, "linear_num_value_heads": 4,
         "linear_key_head_dim": 4, "linear_value_head_dim": 6, "rms_norm_eps": 1e-2,
         "rope_parameters": {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
-        "initializer_range": 0.1,
+        "rope_theta": 10000000.0, "initializer_range": 0.1,
     },
     "vision_config": MODEL["vision_config"] | {"deepstack_visual_indexes": []},
     "tie_word_embeddings": True,

@@ -67,7 +67,8 @@ class ChatInputs(SampleEncoder):
             messages: one conversation (a list of messages) or several (a list of lists).
             images: paths, PIL images or uint8 arrays for `<image>` tags and image parts without a
                 source, in order; for several conversations a list of lists.
-            videos: the same for videos: paths, `VideoFrames` or uint8 arrays of frames.
+            videos: the same for videos: paths, `VideoFrames`, uint8 arrays of frames, or lists of
+                the pictures of frames that are sampled already.
             tools: definitions of tools in OpenAI's form, of every conversation.
             add_generation_prompt: False ends with the last message as it is, True opens an answer
                 after it, whoever wrote it.
@@ -232,6 +233,9 @@ def _parsed(
             )
     row = {"tools": tools}
     return [
-        parse_record(row | {"messages": each, "images": [*(own or ())], "videos": [*(clips or ())]})
+        parse_record(
+            row | {"messages": each, "images": [*(own or ())], "videos": [*(clips or ())]},
+            nulls_are_values=True,
+        )
         for each, own, clips in zip(batch, *media.values(), strict=True)
     ]

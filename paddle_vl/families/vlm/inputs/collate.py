@@ -90,7 +90,9 @@ class SampleEncoder:
         if conversation.videos:
             arrays, timestamps = self.video_processor(conversation.videos, with_pixels)
             counts = self.video_processor.tokens_per_patch(arrays["video_grid_thw"]).tolist()
-            video_prompts = [VideoPrompt(*each) for each in zip(timestamps, counts, strict=True)]
+            is_enclosed = self.video_processor.video_markers == "both"
+            prompts = zip(timestamps, counts, strict=True)
+            video_prompts = [VideoPrompt(*each, is_enclosed) for each in prompts]
             visual.update(arrays)
         return EncodedMedia(visual, num_image_tokens, video_prompts)
 

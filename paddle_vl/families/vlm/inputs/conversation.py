@@ -19,7 +19,7 @@ from paddle_vl.data.media_file import ImageSource, MediaFolder, media_source, up
 from paddle_vl.data.video_reader import FrameFiles, VideoFrames, VideoSource
 
 # Sources in memory instead of file names.
-_IN_MEMORY = (Image.Image, np.ndarray, VideoFrames)
+_IN_MEMORY = (Image.Image, np.ndarray, VideoFrames, FrameFiles)
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,8 @@ class RowReader:
         """Read a row.
 
         Args:
-            row: sources of images and videos may also be PIL images, arrays, `VideoFrames` or the
-                bytes of an image file.
+            row: sources of images and videos may also be PIL images, arrays, `VideoFrames`,
+                `FrameFiles` or the bytes of an image file.
             directory: folder that relative paths start from; None leaves paths as they are.
 
         Raises:
@@ -171,9 +171,11 @@ class RowReader:
         return Conversation(replace(canonical, messages=messages))
 
 
-def parse_record(record: Mapping[str, Any], directory: Path | None = None) -> Conversation:
-    """The conversation of a record of any format; see `RowReader`."""
-    return RowReader()(record, directory)
+def parse_record(
+    record: Mapping[str, Any], directory: Path | None = None, **settings: Any
+) -> Conversation:
+    """The conversation of a record of any format; see `RowReader`, and `RowSettings`."""
+    return RowReader(RowSettings(**settings))(record, directory)
 
 
 def _with_sources(message: Message, folder: MediaFolder) -> Message:

@@ -47,7 +47,7 @@ class ImageProcessor(VisionProcessor):
         min_pixels: int | None = None,
         max_pixels: int | None = None,
     ) -> "ImageProcessor":
-        """Read `preprocessor_config.json` (or `processor_config.json`) of a checkpoint.
+        """Read `processor_config.json` or `preprocessor_config.json` of a checkpoint.
 
         Args:
             min_pixels, max_pixels: override the checkpoint's limits; pixels.

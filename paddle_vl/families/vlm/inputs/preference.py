@@ -4,6 +4,8 @@ A pair is a chosen and a rejected answer, mostly to one prompt, whose images are
 sample of a pair has arrays under `chosen.` and `rejected.`; one of a rated answer is a sample of
 `SampleEncoder` with `is_chosen`.
 
+Over 350 lines, to keep samples of answers and what collates them together.
+
 Shapes: S answers, in pairs chosen before rejected; B, L as in `paddle_vl.batch.schema`.
 """
 
@@ -35,7 +37,7 @@ REFERENCE = "reference_log_probs"
 PREFERENCE_FIELDS = (
     "label_branches", "target_branches", "answer_lengths", "is_chosen", "is_real", "num_compared",
     "num_chosen", "num_rejected", "num_chosen_tokens", "num_rejected_tokens", "num_batches",
-    REFERENCE, MISMATCHED,
+    "has_other", "num_with_other", REFERENCE, MISMATCHED,
 )  # fmt: skip
 _GRIDS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
 Sample = Mapping[str, np.ndarray]
@@ -99,7 +101,8 @@ def encoded_answers(
     """The sample of a pair or of a rated answer, whose answers are cut at `max_length` tokens.
 
     Raises:
-        BadSampleError: the prompt leaves no room for an answer.
+        BadSampleError: the prompt leaves no room for an answer, or nothing tells the answers of a
+            pair apart.
     """
     chosen, *others = conversation.branches
     media = encoder.media(chosen, with_pixels)
@@ -110,6 +113,14 @@ def encoded_answers(
     is_shared = conversation.shares_media
     media = media if is_shared else encoder.media(others[0], with_pixels)
     second = _cut(encoder.encode_sample(others[0], media), max_length)
+    if is_shared and np.array_equal(first["input_ids"], second["input_ids"]):
+        is_cut = max_length is not None and len(first["input_ids"]) == max_length
+        within = f" up to data.max_length {max_length}, where they are cut" if is_cut else ""
+        raise BadSampleError(
+            "equal_answers",
+            f"the chosen and the rejected answer have the same tokens{within}, from which nothing "
+            f"can be learned: {'raise data.max_length, or ' if is_cut else ''}leave the row out",
+        )
     kept = {key: value for key, value in second.items() if not is_shared or key not in VISUAL_KEYS}
     sample |= {f"rejected.{key}": value for key, value in kept.items()}
     return {**sample, "shares_media": np.asarray(is_shared)}
@@ -155,7 +166,8 @@ class PreferenceCollator:
         collator: of the answers as samples.
         is_packed: whether a row holds the answers of several samples.
         is_paired: whether samples are pairs, and not rated answers.
-        has_mismatched: add each prompt with the answer of the sample before it, for KTO.
+        has_mismatched: add each prompt with the answer of the sample before it, for KTO. An
+            answer alone in its batch has itself there, which does not count: see `has_other`.
         ld_alpha: factor of tokens beyond the length of the pair's shorter answer.
     """
 
@@ -320,13 +332,16 @@ def _answer_fields(
     is_chosen_S = np.array([answer.is_chosen for answer in answers], dtype=np.float32)
     if not answers:
         lengths_S, is_chosen_S = np.zeros(2, dtype=np.int64), np.array([1, 0], dtype=np.float32)
+    is_real_S = np.full(len(is_chosen_S), bool(answers), dtype=np.float32)
     tokens = [int(lengths_S[is_chosen_S == value].sum()) for value in (1, 0)]
     counts = [int((is_chosen_S == value).sum()) if answers else 0 for value in (1, 0)]
     return {
         "answer_lengths": np.maximum(lengths_S, 1).astype(np.float32),
         "is_chosen": is_chosen_S,
-        "is_real": np.full(len(is_chosen_S), bool(answers), dtype=np.float32),
+        "is_real": is_real_S,
+        "has_other": is_real_S * (len(answers) > 1),
         "num_compared": counts[0] if is_paired else len(answers),
+        "num_with_other": len(answers) * (len(answers) > 1),
         "num_chosen": counts[0],
         "num_rejected": counts[1],
         "num_chosen_tokens": tokens[0],

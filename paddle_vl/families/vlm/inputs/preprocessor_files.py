@@ -4,6 +4,7 @@ import json
 import math
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -27,10 +28,7 @@ _Side = Annotated[int, Field(ge=1, le=64)]
 # Limit of the pixels of one visual token, which is the smallest image.
 _MOST_TOKEN_PIXELS = 1 << 24
 # Names of the limits in messages.
-_LIMITS = {
-    "min_pixels": "size.shortest_edge (or min_pixels)",
-    "max_pixels": "size.longest_edge (or max_pixels)",
-}
+_LIMITS = {"min_pixels": "size.shortest_edge", "max_pixels": "size.longest_edge"}
 _REQUIRED = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
 
 
@@ -97,31 +95,34 @@ class VisionProcessor(ABC):
 
     @classmethod
     def find(cls: type[V], directory: str | os.PathLike) -> V | None:
-        """Read the processor's file in a checkpoint, or `processor_config.json`; None without.
+        """The processor that a checkpoint's files describe; None without.
 
         Raises:
             RuntimeError: a file cannot be read, or is damaged.
             ValueError: settings are missing, out of range or not supported; all are named.
         """
-        path, nested = (Path(directory) / name for name in (cls.config_file, NESTED_CONFIG_FILE))
-        if path.is_file():
+        return next(cls.stored_in(Path(directory)), None)
+
+    @classmethod
+    def stored_in(cls: type[V], directory: Path) -> Iterator[V]:
+        """What the files of a checkpoint say, in the order in which transformers 5 takes them: the
+        section of `processor_config.json`, then the processor's own file. Raises as `find` does."""
+        outer = _outer(directory)
+        if outer.get(cls.section) is not None:
+            where = str(directory / NESTED_CONFIG_FILE)
+            config = check_mapping(outer[cls.section], f"{where}: {cls.section}")
+            yield cls.from_dict(config, where)
+        if (path := directory / cls.config_file).is_file():
             config = read_json_object(path, "a preprocessor's settings", _REMEDY)
-            return cls.from_dict(config, str(path))
-        outer = {}
-        if nested.is_file():
-            outer = read_json_object(nested, "a processor's settings", _REMEDY)
-        if cls.section not in outer:
-            return None
-        config = check_mapping(outer[cls.section], f"{nested}: {cls.section}")
-        return cls.from_dict(config, str(nested))
+            yield cls.from_dict(config, str(path))
 
     @classmethod
     def from_dict(cls: type[V], config: dict[str, Any], name: str = "the settings") -> V:
         """Build from HF's settings.
 
-        The limits are read in either dialect: `size` with `shortest_edge` and `longest_edge`
-        (numbers of pixels, despite the names), or `min_pixels` and `max_pixels`, which take
-        precedence as in HF.
+        The limits are `size` with `shortest_edge` and `longest_edge` (numbers of pixels, despite
+        the names). Those of images may also be `min_pixels` and `max_pixels`, which take
+        precedence; for videos HF does not read these, so they must be equal.
 
         Args:
             name: where they are from, for messages.
@@ -138,6 +139,13 @@ class VisionProcessor(ABC):
             )
         limits = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
         values = {key: config.get(key) for key in (*limits, *_REQUIRED, *cls.own)}
+        if cls.kind == "video":
+            for key, value in limits.items():
+                if values[key] not in (None, value):
+                    raise ValueError(
+                        f"{name}: {key} is {shown(values[key])}, but for videos HF reads "
+                        f"{_LIMITS[key]} alone, which is {shown(value)}: set that, remove {key}"
+                    )
         values |= {key: value for key, value in limits.items() if values[key] is None}
         missing = [_LIMITS.get(key, key) for key in (*limits, *_REQUIRED) if values[key] is None]
         if missing:
@@ -190,8 +198,8 @@ class VisionProcessor(ABC):
             value = getattr(self, key)
             values[key] = list(value) if isinstance(value, tuple) else value
         own = {key: getattr(self, key) for key in self.own}
-        # A step that is on is not mentioned.
-        return values | {key: value for key, value in own.items() if value is not True}
+        # A step that is on is not mentioned, nor what is open.
+        return values | {k: v for k, v in own.items() if v is not True and v is not None}
 
     @abstractmethod
     def encode_one(self, source: Any, with_pixels: bool) -> tuple[Any, ...]:
@@ -213,3 +221,15 @@ class VisionProcessor(ABC):
         # FastDeploy reads the older names of an image's limits, and no others.
         older = {key: getattr(self, key) for key in _LIMITS if self.kind == "image"}
         write_text(path, json.dumps(self.to_dict() | older, indent=2) + "\n")
+        if self.section in (outer := _outer(path.parent)):
+            # It would be read in place of the new file.
+            text = json.dumps(outer | {self.section: self.to_dict()}, indent=2) + "\n"
+            write_text(path.with_name(NESTED_CONFIG_FILE), text)
+
+
+def _outer(directory: Path) -> dict[str, Any]:
+    """What `processor_config.json` holds; empty without that file."""
+    nested = directory / NESTED_CONFIG_FILE
+    if not nested.is_file():
+        return {}
+    return read_json_object(nested, "a processor's settings", _REMEDY)

@@ -12,9 +12,11 @@ from datetime import date, datetime, time
 from pathlib import Path
 from typing import Any
 
+from paddle_vl.config.families import model_values
 from paddle_vl.data.formats.canonical import ROLES
 from paddle_vl.families.vlm.inputs.chat_inputs import ChatInputs
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
+from paddle_vl.families.vlm.inputs.preprocessor_files import NESTED_CONFIG_FILE
 from paddle_vl.families.vlm.inputs.tokenizer import (
     CONTROL_TOKENS,
     END_OF_TEXT,
@@ -26,7 +28,7 @@ from paddle_vl.families.vlm.inputs.tokenizer import (
     TextTokenizer,
     train_bpe,
 )
-from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
+from paddle_vl.families.vlm.inputs.video_processor import VideoMarkers, VideoProcessor
 from paddle_vl.families.vlm.templates.built_in import JINJA_TEMPLATE
 from paddle_vl.families.vlm.templates.encoding import EarlierReasoning, TemplateEncoder
 from paddle_vl.families.vlm.templates.rendering import ChatTemplateRenderer
@@ -111,6 +113,7 @@ class VLProcessor(ChatInputs):
         patch_size: int = 16,
         min_pixels: int | None = None,
         max_pixels: int = 256 * 256,
+        model_type: str | None = None,
     ) -> "VLProcessor":
         """A processor for a small model, with a tokenizer trained on the texts; deterministic.
 
@@ -118,6 +121,8 @@ class VLProcessor(ChatInputs):
             vocab_size: upper limit of ids; at least 256 bytes and 7 control tokens.
             patch_size: side of a patch; 2 x 2 patches are one visual token. Pixels.
             min_pixels, max_pixels: area of a resized image; None for one visual token.
+            model_type: of the model, see `from_pretrained`; None splits text as "qwen3_vl" and
+                leaves video_markers to the model that the processor is saved beside.
 
         Raises:
             ValueError: the vocabulary is too small, or the areas exclude each other.
@@ -129,7 +134,10 @@ class VLProcessor(ChatInputs):
         )  # fmt: skip
         # Every prompt contains names of roles.
         texts = [*texts, *(f"{role}\n" for role in ROLES)]
-        return cls(train_bpe(texts, vocab_size, CONTROL_TOKENS), images)
+        videos = VideoProcessor.like_images(images)
+        videos = videos.replaced(video_markers=_markers_of(str(model_type)))
+        tokenizer = train_bpe(texts, vocab_size, CONTROL_TOKENS, model_type or "qwen3_vl")
+        return cls(tokenizer, images, videos)
 
     @classmethod
     def from_pretrained(
@@ -143,9 +151,11 @@ class VLProcessor(ChatInputs):
         video_max_frames: int | None = None,
         video_min_pixels: int | None = None,
         video_max_pixels: int | None = None,
+        video_markers: VideoMarkers | None = None,
         template_variables: Mapping[str, Any] | None = None,
         earlier_reasoning: EarlierReasoning = "refuse",
         template_date: date | None = None,
+        model_type: str | None = None,
     ) -> "VLProcessor":
         """Read the processor files of a checkpoint directory, or of a model named on a hub.
 
@@ -154,10 +164,13 @@ class VLProcessor(ChatInputs):
             video_fps: overrides the frames sampled per second of video.
             video_min_frames, video_max_frames: override the bounds of sampled frames.
             video_min_pixels, video_max_pixels: override frames x height x width of a video; pixels.
+            video_markers: overrides what a vision start and end enclose, see `VideoProcessor`.
             template_variables: of the checkpoint's chat template (`enable_thinking`); those of a
                 row win.
             earlier_reasoning: see `TemplateEncoder`.
             template_date: what `strftime_now` shows; None for today.
+            model_type: of the model, whose family decides how text is split and, where nothing
+                else says it, video_markers; None for that of the directory's config.json.
 
         Raises:
             RuntimeError: `tokenizer.json` or `preprocessor_config.json` is missing or damaged.
@@ -176,17 +189,27 @@ class VLProcessor(ChatInputs):
             max_frames=video_max_frames,
             min_pixels=video_min_pixels,
             max_pixels=video_max_pixels,
+            video_markers=video_markers,
         )
+        if video_processor.video_markers is None:
+            markers = _markers_of(model_type or str(model_values(directory).get("model_type")))
+            video_processor = video_processor.replaced(video_markers=markers)
         more = (file.relative_to(directory) for file in directory.glob(_CARRIED_PATTERN))
         carried = {
             str(name): read_text(directory / name, "a tokenizer's file")
             for name in (*_CARRIED_FILES, *sorted(more))
             if (directory / name).is_file()
         }
-        tokenizer = TextTokenizer.from_file(directory)
+        tokenizer = TextTokenizer.from_file(directory, model_type)
         found = read_folder_templates(directory)
         if found is None:
             return cls(tokenizer, image_processor, video_processor, carried)
+        if found.file.name == NESTED_CONFIG_FILE:
+            # Which is not written; HF takes none of the other files beside it.
+            carried = {name: carried[name] for name in carried if "chat_template" not in name}
+            carried["chat_template.jinja"] = found.source
+            if found.tools_source is not None:
+                carried[_CARRIED_PATTERN.replace("*", "tool_use")] = found.tools_source
         plain = found.source.replace("\r\n", "\n").strip().encode(errors="surrogatepass")
         is_built_in = hashlib.sha256(plain).hexdigest() in _EQUAL_TEMPLATES
         own = TemplateEncoder(
@@ -209,6 +232,7 @@ class VLProcessor(ChatInputs):
         """Write the processor under HF's file names.
 
         Tokenizer files of a checkpoint are written unchanged; those of a new tokenizer generated.
+        Files of an earlier processor that HF would read beside them are removed.
         """
         directory = Path(directory)
         self.tokenizer.save(directory)
@@ -222,6 +246,10 @@ class VLProcessor(ChatInputs):
         for name, text in files.items():
             (directory / name).parent.mkdir(exist_ok=True)
             write_text(directory / name, text)
+        others = (*_CARRIED_FILES, NESTED_CONFIG_FILE)
+        for file in {*map(directory.joinpath, others), *directory.glob(_CARRIED_PATTERN)}:
+            if str(file.relative_to(directory)) not in files:
+                file.unlink(missing_ok=True)
 
     def with_max_pixels(self, max_pixels: int) -> "VLProcessor":
         """The processor with another area of a resized image at most; pixels."""
@@ -241,7 +269,7 @@ class VLProcessor(ChatInputs):
     def _tokenizer_config(self) -> dict[str, Any]:
         flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
         return {
-            "tokenizer_class": "Qwen2Tokenizer",
+            "tokenizer_class": self.tokenizer.hf_class,
             "processor_class": "Qwen3VLProcessor",
             "added_tokens_decoder": {
                 str(token_id): {"content": token, **flags, "special": True}
@@ -262,6 +290,13 @@ _SPECIAL_TOKENS_MAP = {
     "eos_token": IM_END,
     "pad_token": END_OF_TEXT,
 }
+
+
+def _markers_of(model_type: str) -> VideoMarkers | None:
+    """For Qwen3.5 those of transformers 5.24, for Qwen3-VL those of 4.57, with which its published
+    models were trained; None where no type of model is named."""
+    by_type: dict[str, VideoMarkers] = {"qwen3_5": "both", "qwen3_vl": "inner"}
+    return next((by_type[each] for each in by_type if model_type.startswith(each)), None)
 
 
 def end_settings(ids: Mapping[str, int]) -> GenerationConfig:

@@ -21,6 +21,7 @@ from tokenizers import (
     trainers,
 )
 
+from paddle_vl.config.families import model_values
 from paddle_vl.files.text_file import write_text
 from paddle_vl.files.tokenizer_json import TOKENIZER_FILE, highest_id, read_tokenizer
 
@@ -30,21 +31,34 @@ QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# Of Qwen3.5, where combining marks belong to letters.
+QWEN3_5_SPLIT = QWEN2_SPLIT.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(
+    r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"
+)
 
 
 class TextTokenizer:
-    """A tokenizer, and its name for messages."""
+    """A tokenizer, its name for messages, and HF's class of it."""
 
-    def __init__(self, tokenizer: Tokenizer, name: str = "the tokenizer"):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        name: str = "the tokenizer",
+        hf_class: str = "Qwen2Tokenizer",
+    ):
         # A file may switch on padding or truncation; text must not be cut silently.
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._tokenizer = tokenizer
-        self.name = name
+        self.name, self.hf_class = name, hf_class
 
     @classmethod
-    def from_file(cls, path: str | os.PathLike) -> "TextTokenizer":
+    def from_file(cls, path: str | os.PathLike, model_type: str | None = None) -> "TextTokenizer":
         """Read a `tokenizer.json`, given as a file or by its directory.
+
+        Args:
+            model_type: of the model; None for that of the directory's config.json. Qwen3.5 splits
+                text in its own way whatever the file says, as HF's AutoTokenizer.
 
         Raises:
             RuntimeError: there is no such file, or it is not a tokenizer.
@@ -57,7 +71,11 @@ class TextTokenizer:
                 f"there is no tokenizer file {path}: a directory with HF's {TOKENIZER_FILE} is "
                 "needed; copy it from the checkpoint, or train one with train_bpe"
             )
-        return cls(read_tokenizer(path), name=str(path))
+        tokenizer = read_tokenizer(path)
+        model_type = model_type or str(model_values(path.parent).get("model_type"))
+        if _is_qwen3_5(model_type):
+            tokenizer.pre_tokenizer = _splitting(model_type)
+        return cls(tokenizer, str(path), _hf_class(model_type))
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text. Names of special tokens in it become their ids; no token is added."""
@@ -115,18 +133,41 @@ class TextTokenizer:
         write_text(directory / TOKENIZER_FILE, self._tokenizer.to_str(pretty=True))
 
 
-def train_bpe(
-    texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str]
-) -> TextTokenizer:
-    """Train a byte-level BPE tokenizer in the style of Qwen2; deterministic.
+def _is_qwen3_5(model_type: str) -> bool:
+    return model_type.startswith("qwen3_5")
 
-    NFC normalization, Qwen2's split, then bytes: every text can be encoded. Special tokens get the
-    last ids.
+
+def _hf_class(model_type: str) -> str:
+    return "Qwen3_5Tokenizer" if _is_qwen3_5(model_type) else "Qwen2Tokenizer"
+
+
+def _splitting(model_type: str) -> pre_tokenizers.PreTokenizer:
+    """Qwen2's split, or that of Qwen3.5, then bytes."""
+    pattern = Regex(QWEN3_5_SPLIT if _is_qwen3_5(model_type) else QWEN2_SPLIT)
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(pattern, behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def train_bpe(
+    texts: Iterable[str],
+    vocab_size: int,
+    special_tokens: Sequence[str],
+    model_type: str = "qwen3_vl",
+) -> TextTokenizer:
+    """Train a byte-level BPE tokenizer in the style of Qwen2 or Qwen3.5; deterministic.
+
+    NFC normalization, the model's split, then bytes: every text can be encoded. Special tokens get
+    the last ids.
 
     Args:
         texts: training texts.
         vocab_size: upper limit of ids, special tokens included; texts with few merges give fewer.
         special_tokens: names, in the order of their ids.
+        model_type: of the model that the tokenizer is for.
 
     Raises:
         ValueError: the vocabulary cannot hold 256 bytes and the special tokens.
@@ -139,12 +180,7 @@ def train_bpe(
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    tokenizer.pre_tokenizer = _splitting(model_type)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(special_tokens),
@@ -155,7 +191,7 @@ def train_bpe(
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in special_tokens]
     )
-    return TextTokenizer(tokenizer)
+    return TextTokenizer(tokenizer, hf_class=_hf_class(model_type))
 
 
 IM_START = "<|im_start|>"
@@ -172,10 +208,17 @@ CONTROL_TOKENS = (
 
 
 class VideoPrompt(NamedTuple):
-    """Prompt of a video: seconds shown by each temporal patch, and placeholders per patch."""
+    """Prompt of a video.
+
+    Attributes:
+        timestamps: seconds shown by each temporal patch.
+        tokens_per_patch: placeholders of each.
+        is_enclosed: whether the template's vision start and end stay around all patches.
+    """
 
     timestamps: Sequence[float]
     tokens_per_patch: int
+    is_enclosed: bool = False
 
 
 # Label of a token that is no target.

@@ -1,6 +1,7 @@
 """Video processor: frame sampling, timestamps, resizing, normalized patches and grids.
 
-Source: HF transformers' Qwen3-VL video processor and processor (the prompt form of 4.57).
+Source: HF transformers' Qwen3-VL video processor and processor. Of `FrameFiles` all frames are
+taken, as by ms-swift 4.6 and LLaMA-Factory 0.9.5.
 Differs: frames are resized by PIL; HF's torchvision resize differs by one 8-bit step.
 
 Shapes: R frames, H and W pixels, P patches, n videos.
@@ -10,7 +11,8 @@ import os
 from collections.abc import Sequence
 from contextlib import closing
 from itertools import chain
-from typing import Annotated, Any, NamedTuple
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -19,6 +21,7 @@ from pydantic import Field
 from paddle_vl.data.video_reader import (
     MIN_FRAMES,
     AnyVideo,
+    FrameFiles,
     VideoSource,
     frame_rate,
     open_video,
@@ -32,9 +35,10 @@ from paddle_vl.families.vlm.inputs.image_processor import (
 from paddle_vl.families.vlm.inputs.preprocessor_files import VisionProcessor
 from paddle_vl.files.checked_values import Number, checked
 
-# Limits of the published checkpoints, for a folder with settings of images only.
+# Limits of the published checkpoints, for a new processor.
 _MIN_PIXELS, _MAX_PIXELS = 4096, 25165824
 _Frames = Annotated[int, Field(ge=1, le=1 << 20)]
+VideoMarkers = Literal["inner", "both"]
 
 
 class ProcessedVideos(NamedTuple):
@@ -55,39 +59,50 @@ class VideoProcessor(VisionProcessor):
     """Samples, resizes and normalizes frames and cuts them into patches.
 
     Attributes:
-        fps: frames sampled per second of video.
+        fps: frames sampled per second of video, and those of `FrameFiles` that state none.
         min_frames, max_frames: bounds of the sampled frames; a shorter video gives all its frames.
+        video_markers: whether a vision start and end enclose each temporal patch alone (`inner`),
+            or also the video (`both`); None where nothing says it, for `inner`. HF has no such key.
     """
 
     # Defaults of HF's class; the published checkpoints do not state them.
     fps: Annotated[Number, Field(gt=0, le=1000)] = 2.0
     min_frames: _Frames = 4
     max_frames: _Frames = 768
+    video_markers: VideoMarkers | None = None
 
     config_file = "video_preprocessor_config.json"
     section = "video_processor"
     hf_class = ("video_processor_type", "Qwen3VLVideoProcessor")
     always_on = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb", "do_sample_frames")
     never_on = ("num_frames", "cap_pixels_per_frame")
-    own = ("fps", "min_frames", "max_frames")
+    own = ("fps", "min_frames", "max_frames", "video_markers")
     bounds = (*VisionProcessor.bounds, ("min_frames", "max_frames", MIN_FRAMES))
     kind = "video"
 
     @classmethod
     def from_pretrained(
-        cls, directory: str | os.PathLike, images: ImageProcessor, **replaced: float | None
+        cls, directory: str | os.PathLike, images: ImageProcessor, **replaced: Any
     ) -> "VideoProcessor":
-        """Read `video_preprocessor_config.json` (or `processor_config.json`) of a checkpoint.
+        """Read `processor_config.json` or `video_preprocessor_config.json` of a checkpoint, or, as
+        transformers without these, the settings of images: an image's area is then that of all
+        frames.
 
         Args:
-            images: the checkpoint's image processor; without a file for videos, `like_images`.
-            replaced: fps, min_frames, max_frames, min_pixels or max_pixels; None keeps the file's.
+            images: the checkpoint's image processor; `like_images` where no file has settings.
+            replaced: fps, min_frames, max_frames, min_pixels, max_pixels or video_markers; None
+                keeps the file's.
 
         Raises:
             RuntimeError: the file is not JSON.
             ValueError: a setting is missing, out of range or not supported.
         """
-        return (cls.find(directory) or cls.like_images(images)).replaced(**replaced)
+        found, plain = cls.find(directory), Path(directory) / images.config_file
+        if found is None and plain.is_file():
+            *_, of_images = ImageProcessor.stored_in(plain.parent)
+            limits = {"min_pixels": of_images.min_pixels, "max_pixels": of_images.max_pixels}
+            found = cls.like_images(of_images).replaced(**limits)
+        return (found or cls.like_images(images)).replaced(**replaced)
 
     @classmethod
     def like_images(cls, images: ImageProcessor) -> "VideoProcessor":
@@ -106,7 +121,8 @@ class VideoProcessor(VisionProcessor):
         """Patches and timestamps of all videos, in order.
 
         Args:
-            videos: paths, `VideoFrames`, or uint8 `[R, H, W, 3]` arrays; at least one.
+            videos: paths, `VideoFrames`, `FrameFiles`, or uint8 `[R, H, W, 3]` arrays; at least
+                one.
             with_pixels: False gives zeros `[P, 1]`, with grids and timestamps from headers and
                 first frames.
 
@@ -145,14 +161,20 @@ class VideoProcessor(VisionProcessor):
     def _chosen(self, source: VideoSource) -> tuple[AnyVideo, np.ndarray, list[float]]:
         """A video, the numbers of its sampled frames, and the timestamps of its patches."""
         video = open_video(source)
-        fps = frame_rate(video)
-        indices = sample_frame_indices(
-            video.num_frames,
-            fps,
-            target_fps=self.fps,
-            min_frames=self.min_frames,
-            max_frames=self.max_frames,
-        )
+        if isinstance(video, FrameFiles):
+            fps, last = video.fps or self.fps, video.num_frames - 1
+            # The last one fills its patch before the size is chosen.
+            whole = -(-video.num_frames // self.temporal_patch_size) * self.temporal_patch_size
+            indices = np.minimum(np.arange(whole), last)
+        else:
+            fps = frame_rate(video)
+            indices = sample_frame_indices(
+                video.num_frames,
+                fps,
+                target_fps=self.fps,
+                min_frames=self.min_frames,
+                max_frames=self.max_frames,
+            )
         return video, indices, patch_timestamps(indices, fps, self.temporal_patch_size)
 
 

@@ -11,6 +11,7 @@ Shapes: S answers (chosen and rejected in turn), P pairs, N target tokens, B, L 
 `paddle_vl.batch.schema`.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -20,6 +21,7 @@ import paddle.nn.functional as F
 from paddle import Tensor, nn
 
 from paddle_vl.batch.schema import OTHER_LANES, Batch, VLBatch
+from paddle_vl.data.worker_pool import warn_once
 from paddle_vl.families.vlm.inputs.collate import VISUAL_KEYS
 from paddle_vl.families.vlm.inputs.preference import (
     MISMATCHED,
@@ -35,6 +37,7 @@ from paddle_vl.families.vlm.preference.settings import PreferenceConfig
 from paddle_vl.nn.objective import TokenStatistics
 from paddle_vl.nn.operations import device_tensor
 
+logger = logging.getLogger(__name__)
 # KTO's z0, a scalar, which the passes before a step add, as they do `REFERENCE`, `[S]`.
 BASELINE = "kto_baseline"
 _FIELDS = (*PREFERENCE_FIELDS, BASELINE)
@@ -100,7 +103,7 @@ class PreferenceLoss(VLLoss):
             terms |= {f"{name}/{side}": (0.0, count) for name in ("rewards", "logps")}
             terms[f"logits/{side}"] = 0.0, f"{count}_tokens"
         if settings.is_unpaired:
-            terms |= {"kl": (0.0, "num_compared")} if settings.has_baseline else {}
+            terms |= {"kl": (0.0, "num_with_other")} if settings.has_baseline else {}
         else:
             names = ["rewards/margins", "rewards/accuracies"]
             names += ["log_odds_chosen", "log_odds_ratio"] if settings.has_odds else []
@@ -117,6 +120,14 @@ class PreferenceLoss(VLLoss):
             raise ValueError(
                 f"the {num_batches} micro-batch(es) of this step have no pair or rated answer: "
                 "nothing can be learned from them; check the data"
+            )
+        if self.settings.has_baseline and totals[list(self.terms).index("kl")] == 0:
+            warn_once(
+                logger,
+                "kto's baseline",
+                "steps whose micro-batches have one answer each have nothing to estimate kto's "
+                "baseline from, and it is 0 there: raise train.per_device_train_batch_size, or "
+                "data.packing_length",
             )
 
     def share(
@@ -194,11 +205,13 @@ class PreferenceLoss(VLLoss):
         baseline = batch.get(BASELINE, paddle.zeros([]))
         name = settings.loss_type[0]
         losses_S = kto_losses(d_S, batch["is_chosen"], baseline, name, settings)
-        return {
+        found = {
             "preference_loss": (losses_S * batch["is_real"]).sum(),
             "rewards": settings.beta * d_S.detach(),
-            "kl": baseline * batch["is_real"].sum(),
         }
+        if settings.has_baseline:
+            found["kl"] = baseline * batch["has_other"].sum()
+        return found
 
     def values(self, output: AnswerOutput) -> Tensor:
         """`[S]`: what the reference's pass keeps of a micro-batch."""
@@ -232,12 +245,12 @@ class PreferenceLoss(VLLoss):
         totals = [paddle.zeros([2]) for _ in found]
         for number, policy_S in enumerate(own):
             ratios_S = policy_S - reference[len(batches) + number]
-            real_S = device_tensor(found[number]["is_real"])
-            totals[number] = paddle.stack([(ratios_S * real_S).sum(), real_S.sum()])
+            counts_S = device_tensor(found[number]["has_other"])
+            totals[number] = paddle.stack([(ratios_S * counts_S).sum(), counts_S.sum()])
         if summed is not None:
             totals = [summed(sum(totals[1:], totals[0]))] * len(found)
         for batch, (total, count) in zip(found, totals, strict=True):
-            # The mean before the clamp.
+            # The mean before the clamp; 0 without any mismatched answer.
             batch[BASELINE] = F.relu(total / count.clip(min=1.0))
         return found
 

@@ -4,8 +4,8 @@ The text is tokenized as a whole, as HF does, unless it is cut. A video's placeh
 the timestamps of its patches before that; how often a placeholder stands for a patch or an image is
 a matter of ids, because it is a token by itself.
 
-The form of videos is that of HF transformers 4.57; 5.x leaves one more pair of vision tokens around
-all patches.
+A vision start and end enclose each patch of a video. The template's own pair around the video is
+replaced too, as by HF transformers up to 5.9; or it stays, as it does from 5.10 on.
 """
 
 import re
@@ -259,7 +259,8 @@ class MediaText:
     def __init__(self, tokenizer: Tokenizer, tokens: MediaTokens = QWEN_MEDIA):
         self._tokenizer, self._tokens = tokenizer, tokens
         image, video, start, end = map(re.escape, tokens)
-        self._places = re.compile(f"(?P<image>{image})|(?P<video>(?:{start})?{video}(?:{end})?)")
+        video = f"(?P<video>(?:{start})?(?P<pad>{video})(?:{end})?)"
+        self._places = re.compile(f"(?P<image>{image})|{video}")
         self._ids = {tokenizer.token_to_id(name) for name in (tokens.image, tokens.video)}
 
     def encode(
@@ -302,10 +303,11 @@ class MediaText:
             video = next(prompts)
             repeats += [video.tokens_per_patch] * len(video.timestamps)
             patch = self._tokens.start + self._tokens.video + self._tokens.end
-            new += text[ends[-1] : place.start()]
+            head, tail = place.span("pad" if video.is_enclosed else "video")
+            new += text[ends[-1] : head]
             new += "".join(timestamp_text(seconds) + patch for seconds in video.timestamps)
-            ends.append(place.end())
-            moved.append(len(new) - place.end())
+            ends.append(tail)
+            moved.append(len(new) - tail)
         new += text[ends[-1] :]
         check_unicode(new)
 

@@ -69,7 +69,7 @@ class SandboxedTemplate:
             now: what `strftime_now` shows.
 
         Raises:
-            jinja2.TemplateError: broken syntax, or more than `MAX_TEMPLATE` characters.
+            jinja2.TemplateError: broken syntax, or more characters or digits than are compiled.
         """
         if len(source) > MAX_TEMPLATE:
             raise TemplateLimitError(
@@ -80,6 +80,8 @@ class SandboxedTemplate:
             self._template = self._environment.from_string(source)
         except RecursionError as error:
             raise TemplateLimitError("the template is nested too deep to be compiled") from error
+        except ValueError as error:  # A number of more than 4300 digits.
+            raise TemplateLimitError(f"a number in it is too long: {error}") from error
 
     def render(self, variables: Mapping[str, Any]) -> Rendered:
         """Render with these variables, plain JSON values.

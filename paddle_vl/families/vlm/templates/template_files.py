@@ -1,11 +1,13 @@
 """The chat template of a checkpoint's folder, and its special tokens."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from paddle_vl.families.vlm.inputs.preprocessor_files import NESTED_CONFIG_FILE
 from paddle_vl.files.text_file import read_json_object, read_text, shown
 
-_MORE = "additional_chat_templates"
+_MORE, _OLD_FILE = "additional_chat_templates", "chat_template.json"
 
 
 class FolderTemplates(NamedTuple):
@@ -25,30 +27,45 @@ class FolderTemplates(NamedTuple):
 def read_folder_templates(folder: Path) -> FolderTemplates | None:
     """The templates of a folder; None if it has none.
 
-    A file of its own wins over the processor's `chat_template.json`, and that over the tokenizer's
-    configuration, as in HF.
-
     Raises:
-        RuntimeError: a file cannot be read, or an entry in it has another form.
+        RuntimeError: a file cannot be read, an entry in it has another form, or HF reads it not
+            beside `additional_chat_templates`.
     """
     more = {each.stem: _text(each) for each in sorted((folder / _MORE).glob("*.jinja"))}
-    for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"):
-        file = folder / name
-        is_jinja = file.suffix == ".jinja" and file.is_file()
-        value = _text(file) if is_jinja else _config(file).get("chat_template")
-        if value is not None:
-            named = _named(value, file) | more
-            if "default" not in named:
-                raise RuntimeError(
-                    f"{file} has the chat templates {sorted(named)}; one must be named 'default'"
-                )
-            return FolderTemplates(named["default"], file, named.get("tool_use"))
+    for file, named in stored_templates(folder):
+        if more and file.name == _OLD_FILE:
+            raise RuntimeError(
+                f"{file} beside {folder / _MORE}: HF refuses both together; move the first's "
+                "template to chat_template.jinja"
+            )
+        # HF has that of the processor's settings alone.
+        named = named if file.name == NESTED_CONFIG_FILE else named | more
+        if "default" not in named:
+            raise RuntimeError(
+                f"{file} has the chat templates {sorted(named)}; one must be named 'default'"
+            )
+        return FolderTemplates(named["default"], file, named.get("tool_use"))
     if more:
         raise RuntimeError(
             f"{folder / _MORE} has the chat templates {sorted(more)}, but {folder} has none for "
             "other conversations; add chat_template.jinja"
         )
     return None
+
+
+def stored_templates(folder: Path) -> Iterator[tuple[Path, dict[str, str]]]:
+    """Each file of a folder that has templates, and these by name, in the order in which
+    transformers 5.24 takes them: the processor's files, the one for both, the tokenizer's.
+
+    Raises:
+        RuntimeError: a file cannot be read, or an entry in it has another form.
+    """
+    for name in (NESTED_CONFIG_FILE, _OLD_FILE, "chat_template.jinja", "tokenizer_config.json"):
+        file = folder / name
+        is_jinja = file.suffix == ".jinja" and file.is_file()
+        value = _text(file) if is_jinja else _config(file).get("chat_template")
+        if value is not None:
+            yield file, _named(value, file)
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
@@ -69,11 +86,12 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 def _named(value: Any, file: Path) -> dict[str, str]:
-    """Templates by name of an entry: a text, or a list of names and texts."""
+    """Templates by name of an entry: a text, these by name, or a list of names and texts."""
     if isinstance(value, str):
         return {"default": value}
     try:
-        named = {str(entry["name"]): entry["template"] for entry in value}
+        named = dict(value) if isinstance(value, dict) else {}
+        named = named or {str(entry["name"]): entry["template"] for entry in value}
     except (TypeError, KeyError):
         named = {}
     if not named or not all(isinstance(text, str) for text in named.values()):

@@ -87,6 +87,26 @@ def test_splits_name_files(tmp_path):
     assert [file.name for file in files_of_split(tmp_path, "val")] == ["v1.tar", "v0.tar"]
     with pytest.raises(RuntimeError, match="no split 'test': choose one of train, val"):
         files_of_split(tmp_path, "test")
+    # As megatron-energon 7.4.1 reads both: JSON where there is no YAML.
+    described(tmp_path, "split.json", '{\n\t"split_parts": {"train": ["j.tar"]}}')
+    assert files_of_split(tmp_path, "train") == train
+    (tmp_path / ".nv-meta/split.yaml").unlink()
+    assert files_of_split(tmp_path, "train") == [tmp_path / "j.tar"]
+    described(tmp_path, "split.json", "[1]")
+    with pytest.raises(RuntimeError, match=r"split\.json"):
+        files_of_split(tmp_path, "train")
+
+
+def test_without_splits_all_files_are_to_train_on(tmp_path):
+    (tmp_path / ".nv-meta").mkdir()
+    for name in ("b.tar", "a.tar", "._a.tar"):
+        write_tar(tmp_path / name, {"0.json": b"{}"})
+    assert files_of_split(tmp_path, "train") == [tmp_path / "a.tar", tmp_path / "b.tar"]
+    with pytest.raises(RuntimeError, match="no split.yaml or split.json.*'val': write one"):
+        files_of_split(tmp_path, "val")
+    described(tmp_path, "split_2.yaml", "{split_parts: {train: [a.tar]}}")
+    with pytest.raises(RuntimeError, match=r"rename split_2\.yaml"):
+        files_of_split(tmp_path, "train")
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,21 @@ def test_webdataset_gives_its_documents(tmp_path):
     assert shard.place(2) == f"{tmp_path / 'w.tar'}:x/0003"
 
 
+@pytest.mark.parametrize(
+    "skipped",
+    ["._{}", "README", "__meta__/{}", "__notes__", "folder/LICENSE", "./._{}", "folder/._{}"],
+)
+def test_members_that_webdataset_skips_tear_no_document(tmp_path, skipped):
+    """Documents and members as webdataset 1.0.2 and megatron-energon 7.4.1 group them; of files of
+    macOS in a folder they make documents of their own."""
+    before, inside, behind = (skipped.format(name) for name in ("0.jpg", "0.json", "2.json"))
+    names = [before, "0.jpg", inside, "0.json", "1.jpg", "1.json", behind]
+    write_tar(tmp_path / "w.tar", dict.fromkeys(names if before != inside else names[1:], b"{}"))
+    shard = opener()(tmp_path / "w.tar")
+    assert [shard.read(row) for row in range(shard.count)] == [{"image": b"{}", "jpg": b"{}"}] * 2
+    assert shard.place(1) == f"{tmp_path / 'w.tar'}:1"
+
+
 def test_token_files_give_what_was_written(tmp_path):
     documents = [np.arange(4), np.arange(70, 76), np.array([9])]
     with TokenFileWriter(tmp_path / "tokens", highest_id=300) as writer:

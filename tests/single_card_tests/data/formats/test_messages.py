@@ -103,6 +103,7 @@ REFUSED = {
         (chat("<bbox>"), "message 1 has the tag <bbox>.*'objects'"),
         (chat([{"type": "input_audio"}]), "has the part"),
         (chat([{"type": "video", "video": "a", "fps": 1}]), "fps.*set data.video_fps"),
+        (chat([{"type": "video", "video": ["a"], "sample_fps": 1}]), "sample_fps.*data.video_fps"),
         (chat(history=[["a", "b"]]), "'history' beside 'messages' is not read"),
         (chat(chat_template_kwargs={"max_pixels": 1}), "cannot be set for one row"),
         (chat(enable_thinking=False), "'chat_template_kwargs'"),

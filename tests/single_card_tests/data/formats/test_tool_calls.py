@@ -1,11 +1,13 @@
 """Tools in all spellings.
 
 Guarantees: calls, answers and definitions of every spelling give one form; answers stand in the
-order of the calls; calls and answers without each other, and what is no JSON, are refused.
+order of the calls; nulls that tables fill in are no values; calls and answers without each other,
+and what is no JSON, are refused.
 """
 
 import json
 
+import pyarrow
 import pytest
 
 from paddle_vl.data.formats.reader import to_canonical
@@ -62,6 +64,81 @@ def test_every_definition_gives_the_wrapped_form(tools):
     assert to_canonical(row).tools == [{"type": "function", "function": BARE}]
 
 
+@pytest.mark.parametrize("given", [{"arguments": each} for each in ("", " ", None, "null")] + [{}])
+@pytest.mark.parametrize("wrap", [lambda call: call, lambda call: {"function": call, "index": 0}])
+def test_a_call_without_arguments_has_none(given, wrap):
+    """As OpenAI's clients send what they joined of a stream (openai 3.50)."""
+    row = to_canonical(called(*of_openai(wrap({"name": "tide", **given}))))
+    assert row.messages[1]["tool_calls"][0]["function"] == {"name": "tide", "arguments": {}}
+
+
+def schema(**properties):
+    return {"type": "object", "properties": properties}
+
+
+def test_nulls_of_exported_tables_are_as_if_they_were_not_there():
+    """pyarrow 26 fills them in as `Dataset.to_json` writes them; Parquet files lose them."""
+    city = {"type": "string", "enum": ["Bern", "Zug"]}
+    days = {"type": "object", "properties": {"first": {"type": "integer"}}, "required": ["first"]}
+    calls = [
+        ({"name": "weather", "parameters": schema(city=city)}, {"city": "Bern"}),
+        ({"name": "tide", "parameters": schema(days=days)}, {"days": [{"first": 1}, {"last": 2}]}),
+        ({"name": "look"}, {}),
+    ]
+    rows = [called(*of_openai({"name": tool["name"], "arguments": given}), tools=[tool])
+            for tool, given in calls]  # fmt: skip
+    exported = pyarrow.Table.from_pylist(rows).to_pylist()
+    assert '"city": null' in json.dumps(exported)
+    assert [*map(to_canonical, exported)] == [*map(to_canonical, rows)]
+
+
+NULLABLE = [
+    {"type": ["string", "null"]}, {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    {"enum": ["Bern", None]}, {"$ref": "#/$defs/City"}, {"allOf": [{"$ref": "#/$defs/City"}]},
+    {"type": "STRING", "nullable": True}, {"description": "any"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("city", "is_kept"),
+    [
+        *((each, True) for each in NULLABLE),
+        *((each, False) for each in ({"type": "string"}, {"enum": ["Bern"]}, {"const": "Bern"})),
+    ],
+)
+@pytest.mark.parametrize(
+    "items",
+    [
+        lambda each: {"type": "array", "items": each},
+        # Tuples, as pydantic 2.14 and zod 4.6 (draft 7) write them.
+        lambda each: {"type": "array", "prefixItems": [each]},
+        lambda each: {"type": "array", "items": [each]},
+    ],
+)
+def test_nulls_that_a_schema_has_are_values(city, is_kept, items):
+    """By JSON Schema 2020-12, and OpenAPI 3.0's `nullable`."""
+    city = {**city, "default": None}
+    nested = items(schema(city=city))
+    whole = {**schema(city=city, all=nested), "$defs": {"City": {"type": ["string", "null"]}}}
+    given = {"city": None, "other": None, "all": [{"city": None, "other": None}]}
+    whole["examples"] = [given]
+    call = {"name": "tide", "arguments": given}
+    row = to_canonical(called(*of_openai(call), tools=[{"name": "tide", "parameters": whole}]))
+    null = {"city": None} if is_kept else {}
+    assert row.messages[1]["tool_calls"][0]["function"]["arguments"] == {**null, "all": [null]}
+    found = row.tools[0]["function"]["parameters"]
+    assert ("default" in found["properties"]["city"]) is is_kept
+    assert found["examples"] == [{**null, "all": [null]}]
+
+
+def test_nulls_of_json_texts_stay():
+    text = '{"city": null}'
+    tools = json.dumps([{"name": "tide", "parameters": schema(city=None)}])
+    row = to_canonical(called(*of_openai({"name": "tide", "arguments": text}), tools=tools))
+    assert row.messages[1]["tool_calls"][0]["function"]["arguments"] == json.loads(text)
+    assert row.tools[0]["function"]["parameters"] == schema(city=None)
+
+
 def numbered(number):
     return {"id": f"c{number}", "name": f"f{number}", "arguments": {}}
 
@@ -102,7 +179,6 @@ REFUSED = {
     ],
     "bad_tool_call": [
         called(*of_openai(CALL), tools=[{**BARE, "name": "moon"}]),
-        called(*of_openai({"name": "tide"})),
         called(*of_openai({"name": "tide", "arguments": "[1]"})),
         called(*of_openai({"name": "tide", "arguments": '{"a": 1, "a": 2}'})),
         called(*of_openai({**CALL, "type": "custom"})),
@@ -112,7 +188,7 @@ REFUSED = {
         called(*of_openai(CALL, tool_call_id=["c"])),
         called({"role": "tool_call", "content": "tide(Kiel)"}),
     ],
-    "unknown_key": [called(*of_openai({**CALL, "index": 0}))],
+    "unknown_key": [called(*of_openai({**CALL, "place": 0}))],
     "bad_tools": [
         called(*of_openai(CALL), tools=tools)
         for tools in ("no json", {"name": "tide"}, [BARE, BARE], [{"type": "web"}], ["x"], [{}])

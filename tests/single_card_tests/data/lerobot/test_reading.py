@@ -22,7 +22,8 @@ from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.lerobot import tables, videos
 from paddle_vl.data.lerobot.dataset import LeRobotDataset
 from paddle_vl.data.lerobot.language import PERSISTENT, active_row
-from tests.support.robot_files import CAMERA, level, write_lerobot
+from paddle_vl.data.lerobot.metadata import read_metadata
+from tests.support.robot_files import CAMERA, level, write_lerobot, write_levels
 
 DATA = Path(__file__).parents[3] / "data" / "lerobot"
 NAMES = ("v21_video", "v30_l06_depth", "v30_l06_language")
@@ -78,6 +79,83 @@ def test_frames_are_found_in_any_order_with_bounded_memory(folder, monkeypatch):
     assert len(held.kept) >= 2
     assert (len(videos._open), len(tables._files)) == (1, 2)
     assert_is_frame(pickle.loads(pickle.dumps(dataset))[20], 20, 3)
+
+
+def test_the_nearest_frame_is_found_within_any_tolerance(tmp_path):
+    """As lerobot 0.4.4 takes it, in any order of reading; frames are 0.1 s apart."""
+    dataset = LeRobotDataset(write_lerobot(tmp_path, (9, 5)), tolerance_s=0.25)
+    for index in [*np.random.default_rng(0).permutation(14), *range(14), *range(13, -1, -1)]:
+        assert_is_frame(dataset[int(index)], index, int(index >= 9))
+    file, times = tmp_path / V3_VIDEO.replace("001", "000"), [1.36, 0.14, 0.16, 0.24, 0.06, 0.0]
+    for asked in (times, *([time] for time in times)):
+        nearest = [level(min(round(10 * time), 13)) for time in asked]
+        found = [frame.mean() for frame in videos.read_frames(file, asked, 0.25)]
+        np.testing.assert_allclose(found, nearest, atol=3)
+    with pytest.raises(BadSampleError, match=r"set tolerance_s above the 0\.04 s that are missed$"):
+        videos.read_frames(file, [1.34], 0.01)
+    # Further than half a frame it would be another one.
+    with pytest.raises(BadSampleError, match=r"nearest is at 1\.3\).*\(excluded_episodes\)$"):
+        videos.read_frames(file, [1.36], 0.01)
+
+
+def test_the_rounding_of_float32_is_no_contradiction(tmp_path):
+    """36,000 frames at 30 per second last 1,200 s, whose float32 stamps are 0.12 ms apart. lerobot
+    0.4.4 reads them, comparing in float32."""
+    stamps = np.float32(np.arange(35_900, 36_000) / 30)
+    assert abs(np.diff(stamps.astype(np.float64)) - 1 / 30).max() > 1e-4
+    root = write_lerobot(tmp_path / "a", (100,), fps=30, timestamps=stamps)
+    assert LeRobotDataset(root).window(50, {"index": [0.0]})["index"] == 50
+    stamps[50] += 4e-4
+    # Of stamps since 1970 float32 keeps minutes.
+    for wrong, frame in ((stamps, 50), (np.float32(stamps + 1.7e9), 1)):
+        root = write_lerobot(tmp_path / f"b{frame}", (100,), fps=30, timestamps=wrong)
+        with pytest.raises(BadSampleError, match=f"frame {frame} of episode 0"):
+            LeRobotDataset(root)[0]
+    times = np.float32([0, 10_000.1, 10_000.2, 10_000.3])
+    file = write_levels(tmp_path / "a.mp4", range(0, 160, 40), 10, times=times.tolist())
+    assert abs(float(times[1]) - 10_000.1) > 3e-4
+    for asked in (times[1:], times[[2]]):
+        found = [frame.mean() for frame in videos.read_frames(file, asked.tolist(), 1e-4)]
+        np.testing.assert_allclose(found, [40, 80, 120] if len(asked) > 1 else [80], atol=3)
+
+
+EPISODES = "meta/episodes/chunk-000/file-000.parquet"
+
+
+def named_too_low(root: Path) -> None:
+    """As lerobot 0.4.4 converts version 2.1: with the first episode of each further file."""
+    rows = pq.read_table(root / EPISODES).to_pylist()
+    keys = ("data/chunk_index", "data/file_index")
+    places = [[row[key] for key in keys] for row in rows]
+    for before, place, row in zip(places, places[1:], rows[1:], strict=False):
+        if before != place:
+            row.update(zip(keys, before, strict=True))
+    pq.write_table(pa.Table.from_pylist(rows), root / EPISODES)
+
+
+def numbered_one_higher(root: Path) -> None:
+    """As it writes files for episodes that each reach the size of a file."""
+    files = sorted((root / "data").glob("*/*.parquet"), reverse=True)
+    for file, target in zip(
+        files, [root / "data/chunk-001/file-001.parquet", *files], strict=False
+    ):
+        file.rename(target)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "per_file"), [(named_too_low, 2), (named_too_low, 1), (numbered_one_higher, 2)]
+)
+def test_files_of_lerobots_converter_are_read_as_one_table(spoil, per_file, tmp_path):
+    """lerobot 0.4.4 concatenates the files in the order of their paths when it reads."""
+    root = write_lerobot(tmp_path, LENGTHS[: 2 * per_file + 1], episodes_per_file=per_file)
+    right = [(each.file, each.first_row) for each in read_metadata(root).episodes]
+    spoil(root)
+    dataset = LeRobotDataset(root)
+    if spoil is named_too_low:
+        assert [(each.file, each.first_row) for each in dataset.episodes] == right
+    assert all(dataset.file_sizes().values())
+    for index in (0, 8, 9, 13, 14):
+        assert_is_frame(dataset[index], index, np.searchsorted(np.cumsum(LENGTHS), index, "right"))
 
 
 def test_a_row_group_is_read_in_blocks_and_not_kept(tmp_path, monkeypatch):
@@ -205,6 +283,37 @@ def test_a_video_without_the_wanted_frames_is_named(tmp_path):
     ):
         dataset[6]
     assert_is_frame(dataset[5], 5, 0)
+
+
+PANDAS = {"pandas": json.dumps({"index_columns": ["label"]})}
+
+
+@pytest.mark.parametrize(
+    ("columns", "metadata"),
+    [
+        ({"task": "tasks", "note": "notes"}, None),
+        ({"note": "notes", "__index_level_0__": "tasks"}, None),
+        ({"task": "notes", "label": "tasks"}, PANDAS),
+        ({"what": "tasks", "success_rate": "numbers", "nothing": "nulls"}, None),
+    ],
+)
+def test_further_columns_of_tasks_are_passed_over(columns, metadata, tmp_path):
+    """lerobot 0.4.4 takes the index of pandas, and ignores other columns."""
+    root = write_lerobot(tmp_path, (3,))
+    values = {
+        "tasks": ["push", "pull"],
+        "notes": ["a", "b"],
+        "numbers": [0.5, 1],
+        "nulls": [None] * 2,
+    }
+    table = pa.table({n: values[kind] for n, kind in columns.items()} | {"task_index": [0, 1]})
+    pq.write_table(table.replace_schema_metadata(metadata), root / "meta" / "tasks.parquet")
+    assert read_metadata(root).tasks == {0: "push", 1: "pull"}
+    table = table.drop_columns([*columns]).append_column("a", [values["notes"]])
+    table = table.append_column("b", [values["notes"]])
+    pq.write_table(table, root / "meta" / "tasks.parquet")
+    with pytest.raises(RuntimeError, match="the columns of texts a, b: name that of the tasks"):
+        read_metadata(root)
 
 
 @pytest.mark.parametrize(

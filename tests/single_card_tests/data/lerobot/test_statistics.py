@@ -5,6 +5,7 @@ several, of images and depth too; a file is never replaced unless asked; dataset
 computed ones where there are any; numbers that are not finite are refused with their place.
 """
 
+import json
 import shutil
 from pathlib import Path
 
@@ -95,6 +96,22 @@ def test_computed_statistics_take_precedence_and_are_not_replaced(tmp_path, caps
     assert main([*command, "--overwrite"]) == 0
     assert main([*command, "--output", str(tmp_path / "stats.json")]) == 0
     assert (tmp_path / "stats.json").read_text() == (root / module.RECOMPUTED).read_text()
+
+
+def test_statistics_of_depth_have_all_digits_of_lerobots(tmp_path):
+    """lerobot 0.6.1 multiplies by 1 / 1000, and leaves alone what has no unit."""
+    shutil.copytree(DATA / "v30_l06_depth" / "meta", tmp_path / "meta")
+    name, info, stats = (
+        "observation.images.depth_mm",
+        *(tmp_path / "meta" / file for file in ("info.json", "stats.json")),
+    )
+    values = json.loads(stats.read_text())
+    values[name]["mean"] = [[[2680.4594168526787]]]
+    stats.write_text(json.dumps(values))
+    assert stored_statistics(read_metadata(tmp_path), "m")[name]["mean"] == 2.680459416852679
+    assert stored_statistics(read_metadata(tmp_path), "mm")[name]["mean"] == 2680.4594168526787
+    info.write_text(info.read_text().replace('"depth_unit"', '"unit"'))
+    assert stored_statistics(read_metadata(tmp_path), "m")[name]["mean"] == 2680.4594168526787
 
 
 def test_damaged_statistics_are_named_and_missing_ones_are_none(tmp_path):

@@ -102,6 +102,13 @@ def test_other_paths_are_refused(tmp_path, name, split, reason):
         files_of(tmp_path / name, split)
 
 
+def test_a_folder_of_data_sets_with_splits_of_their_own_is_refused(tmp_path):
+    """Of Megatron Energon: the files to validate with have any names."""
+    write(tmp_path, {"a/.nv-meta/split.yaml": "", "a/0.tar": "", "a/1.tar": ""})
+    with pytest.raises(RuntimeError, match="/a in .* is a data set of Megatron Energon"):
+        files_of(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["../a.arrow", "/etc/passwd", 3, "a\0b", "a\ud800"])
 def test_a_saved_data_set_has_no_files_of_other_folders(tmp_path, name):
     write(tmp_path, {"s/state.json": {"_data_files": [{"filename": name}]}})

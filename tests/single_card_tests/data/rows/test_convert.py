@@ -109,6 +109,22 @@ def samples(entries, folder, **settings):
     ]
 
 
+@pytest.mark.parametrize(
+    "arguments", ['{"city": null}', '{"city": [{"of": null}]}', {"city": None}]
+)
+def test_nulls_of_json_texts_stay(tmp_path, arguments):
+    """Of optional arguments, and defaults of functions; in objects tables fill them in."""
+    city = {"type": "string", "default": None}
+    tool = {"name": "tide", "parameters": {"type": "object", "properties": {"city": city}}}
+    call = {"role": "assistant", "tool_calls": [{"name": "tide", "arguments": arguments}]}
+    row = question("tide?")
+    row["messages"][1:1] = [call, {"role": "tool", "content": "1"}]
+    for row["tools"] in ([tool], json.dumps([tool])):
+        file = write_jsonl(tmp_path / "in.jsonl", [row])
+        (line,) = convert(file, tmp_path / "out.jsonl", overwrite=True)
+        assert form(line, tmp_path, MARKED) == form(row, tmp_path, MARKED)
+
+
 @pytest.mark.parametrize("name", [*SAME_ROWS, "alpaca.csv", "alpaca.tsv", *REFUSED])
 def test_golden_files_give_the_same_samples_or_leave_nothing(tmp_path, name):
     shutil.copytree(GOLDEN / "containers", tmp_path / "in")

@@ -97,6 +97,17 @@ def test_golden_texts():
     assert metadata_texts(batch, 2) == metadata
 
 
+def test_texts_of_a_batch_may_have_numpys_forms():
+    """A text is that of every sample, a list or array has one for each."""
+    for both in ("go", np.array("go"), b"go", np.str_("go")):
+        assert prompt_texts({"prompt": both}, 2) == ["Task: go, "] * 2
+    for each in (np.array(["go", "stop"]), [b"go", np.array("stop")], (np.array(["go"]), "stop")):
+        assert prompt_texts({"prompt": each}, 2) == ["Task: go, ", "Task: stop, "]
+    for wrong in ([None, "go"], [1, 2], 3):
+        with pytest.raises(ValueError, match="'prompt' is .*; a text is needed"):
+            prompt_texts({"prompt": wrong}, 2)
+
+
 def test_metadata_without_flags_is_left_out():
     assert metadata_texts({"speed": np.array([1.5])}, 1) == [""]
     batch = {"speed": np.array([1.5]), "speed_is_pad": np.array([False]), "robot_type": "arm"}

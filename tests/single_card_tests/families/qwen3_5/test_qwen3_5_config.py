@@ -12,7 +12,8 @@ import pytest
 
 from paddle_vl import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 from paddle_vl.families.qwen3_5.sizes import SIZE_NAMES
-from paddle_vl.testing import EXPERTS_3_5, tiny_qwen3_5_config
+from paddle_vl.testing import EXPERTS_3_5, tiny_qwen3_5_config, tiny_qwen3_vl_config
+from paddle_vl.testing.qwen3_vl import EXPERTS
 from tests.support.tiny import GOLDEN
 
 MODELS = GOLDEN / "qwen3_5" / "models"
@@ -52,6 +53,69 @@ def test_rotary_settings_are_read_flat_and_from_a_scaling_section():
     rest = {name: value for name, value in section.items() if name not in theta}
     for parts in ({"rope_scaling": section}, {"rope_scaling": rest, **theta}):
         assert Qwen3_5Config.from_dict(values(rope_parameters=None, **parts)) == wanted
+
+
+ROTARY = ("rope_theta", "rope_parameters", "rope_scaling")
+SECTION = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 7.0}
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ({"rope_theta": 7.0}, 7.0),
+        ({"rope_scaling": SECTION}, 7.0),
+        ({"rope_parameters": SECTION, "rope_theta": None}, 7.0),
+        ({"rope_parameters": SECTION, "rope_scaling": SECTION}, 7.0),
+        ({"rope_scaling": SECTION | {"rope_theta": None}, "rope_theta": 7.0}, 7.0),
+        ({}, "text_config: rope_theta is missing"),
+        ({"rope_theta": None}, "text_config: rope_theta is missing"),
+        ({"rope_parameters": SECTION | {"rope_theta": None}}, "text_config: rope_theta is missing"),
+        ({"rope_parameters": SECTION, "rope_theta": 8.0}, "rope_theta is 8.0 but .* 7.0"),
+        # transformers 5.24 takes rope_scaling then, whole.
+        (
+            {"rope_parameters": SECTION, "rope_scaling": SECTION | {"rope_theta": 8.0}},
+            "rope_parameters .* and rope_scaling .* differ",
+        ),
+    ],
+)
+@pytest.mark.parametrize("made", [
+    tiny_qwen3_vl_config(), tiny_qwen3_vl_config(**EXPERTS),
+    tiny_qwen3_5_config(), tiny_qwen3_5_config(**EXPERTS_3_5),
+])  # fmt: skip
+def test_the_rotary_base_is_read_in_every_spelling_and_never_assumed(made, given, read):
+    """Without it transformers 5.24 takes 500000 for Qwen3-VL and 10000 for Qwen3.5."""
+    values = made.to_dict()
+    text = values["text_config"]
+    other = text.get("rope_parameters", text.get("rope_scaling"))
+    other = {name: value for name, value in other.items() if name not in SECTION}
+    rest = {name: value for name, value in text.items() if name not in ROTARY}
+    values["text_config"] = rest | {"mrope_section": [2, 1, 1], **other} | given
+    if isinstance(read, str):
+        with pytest.raises(ValueError, match=read):
+            type(made).from_dict(values)
+    else:
+        assert type(made).from_dict(values).text_config.rope_theta == read
+
+
+@pytest.mark.parametrize("made", [tiny_qwen3_vl_config(), tiny_qwen3_5_config()])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rope_theta": 66.0},
+        {"rope_parameters": {"rope_theta": 66.0, "rope_type": "axial"}},
+        # transformers 5.24 makes axial of it.
+        {"rope_parameters": {"rope_theta": 66.0, "rope_type": "default"}},
+        {"rope_scaling": {"rope_theta": 66.0}},
+    ],
+)
+def test_the_rotary_base_of_a_tower_is_read_and_written(made, given):
+    """Read back, what is written gives transformers 5.24 the same tower."""
+    values = made.to_dict()
+    for name in ROTARY:
+        values["vision_config"].pop(name, None)
+    values["vision_config"] |= given
+    written = type(made).from_dict(values).to_dict()["vision_config"]
+    assert (written | written.get("rope_parameters", {}))["rope_theta"] == 66.0
 
 
 def test_the_interval_counts_only_without_a_list():
@@ -114,7 +178,10 @@ def test_later_generations_and_names_of_the_hub_are_sizes_too():
         ({"layer_types": "full_attention"}, "layer_types is 'full_attention'"),
         ({"rope_parameters": {"factor": 4.0}}, "rotary parameters have factor"),
         ({"rope_parameters": {"mrope_interleaved": False}}, "mrope_interleaved False"),
-        ({"rope_parameters": {"mrope_section": [1, 1, 1]}}, "mrope_section .* sums to 3"),
+        (
+            {"rope_parameters": {"mrope_section": [1, 1, 1], "rope_theta": 1e4}},
+            "mrope_section .* sums to 3",
+        ),
         ({"sliding": 3}, "does not know the keys .'sliding'."),
     ],
 )  # fmt: skip
@@ -129,8 +196,8 @@ def test_other_models_and_deepstack_are_refused():
     with pytest.raises(ValueError, match="'qwen3_5_text', a decoder alone"):
         Qwen3_5Config.from_dict({"model_type": "qwen3_5_text"})
     made = values()
-    made["vision_config"]["rope_parameters"] = {"rope_type": "default"}
-    with pytest.raises(ValueError, match="rope_parameters.rope_type is 'default'; only 'axial'"):
+    made["vision_config"]["rope_parameters"] = {"rope_type": "yarn"}
+    with pytest.raises(ValueError, match="vision_config: rope_type is 'yarn' .* only 'axial'"):
         Qwen3_5Config.from_dict(made)
     made = values()
     made["vision_config"]["deepstack_visual_indexes"] = [0]
@@ -139,7 +206,7 @@ def test_other_models_and_deepstack_are_refused():
 
 
 def test_keys_without_effect_in_a_mixture_of_experts_are_read_over():
-    made = tiny_qwen3_5_config(**EXPERTS_3_5).to_dict()
+    made = tiny_qwen3_5_config(**EXPERTS_3_5).to_dict() | {"quantization_config": None}
     made["text_config"] |= {
         "norm_topk_prob": False, "mlp_only_layers": [0], "decoder_sparse_step": 2,
         "intermediate_size": 100,

@@ -55,12 +55,15 @@ def frozen_run(run_file, tmp_path_factory) -> Path:
     return folder
 
 
-def test_parts_of_either_mixer_are_frozen(frozen_run):
+def test_parts_of_either_mixer_are_frozen(frozen_run, run_file):
     before = load_file(frozen_run.with_name("before") / "model.safetensors")
     after = load_file(frozen_run / "final" / "model.safetensors")
     for key, array in before.items():
         is_frozen = any(fnmatch.fnmatchcase(key, pattern) for pattern in FROZEN)
         assert np.array_equal(after[key], array) == is_frozen, key
+    # The family's splitting, which that of data.processor is not.
+    assert r"\\p{L}\\p{M}" in (frozen_run / "final" / "tokenizer.json").read_text()
+    assert "p{M}" not in (run_file.with_name("processor") / "tokenizer.json").read_text()
 
 
 def exact_loss(folder: Path, run_file: Path, capsys) -> str:
@@ -83,6 +86,8 @@ def test_evaluation_of_the_run_of_adapters_and_of_the_merged_model(
     assert lines[0]["eval_loss"] != lines[1]["eval_loss"]
     capsys.readouterr()
     for folder, line in zip(folders, lines, strict=True):
+        (file,) = [*folder.glob("final/video_p*.json"), *folder.glob("video_p*.json")]
+        assert json.loads(file.read_text())["video_markers"] == "both"
         wanted = f"loss per answer token: {line['eval_loss']:.4f}"
         assert exact_loss(folder, run_file, capsys).startswith(wanted)
 

@@ -26,6 +26,7 @@ from paddle_vl.checkpoint.safetensors_io import (
     write_file,
 )
 from paddle_vl.families.vlm.adapter import merge_adapter
+from paddle_vl.families.vlm.config import EMBEDDING_KEY, HEAD_KEY
 from paddle_vl.testing.qwen3_vl import patches, token_rows
 from tests.support.tiny import GOLDEN, tiny_model
 
@@ -226,6 +227,46 @@ def test_a_tied_head_is_neither_adapted_nor_trained_whole():
             model.add_lora(config("qkv", modules_to_save=modules))
 
 
+@pytest.mark.parametrize(
+    ("saved", "keeps_ties", "own_head"),
+    [
+        # As PEFT 0.21.2 writes them for modules_to_save of a tied base (transformers 5.24): one
+        # module alone gets a copy, and with ensure_weight_tying both are stored, equal.
+        ({"embed_tokens": 1.0}, False, True),
+        ({"lm_head": 2.0}, False, True),
+        ({"embed_tokens": 1.0, "lm_head": 2.0}, False, True),
+        ({"embed_tokens": 1.0, "lm_head": 1.0}, True, False),
+    ],
+    ids=str,
+)
+def test_merging_onto_a_tied_base_has_the_head_of_peft(tmp_path, saved, keeps_ties, own_head):
+    base, folder = BASE.with_name("dense_tied"), tmp_path / "adapter"
+    model = Qwen3VLForConditionalGeneration.from_pretrained(base)
+    model.add_lora(config("q_proj"))
+    model.save_adapter(folder)
+    weights = load_file(base / "model.safetensors")
+    embedding, paths = weights[EMBEDDING_KEY], {"embed_tokens": EMBEDDING_KEY, "lm_head": HEAD_KEY}
+    trained = {paths[name]: embedding + value for name, value in saved.items()}
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors |= {f"base_model.model.{key}": array for key, array in trained.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    file = folder / "adapter_config.json"
+    settings = {"modules_to_save": list(saved), "ensure_weight_tying": keeps_ties}
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    how = "as one" if keeps_ties else "apart"
+    with pytest.raises(ValueError, match=rf"which its base ties, {how}.*: make .* paddle-vl merge"):
+        Qwen3VLForConditionalGeneration.from_pretrained(folder, base=base)
+
+    merge_adapter(Qwen3VLForConditionalGeneration, folder, tmp_path / "merged", base)
+    merged = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "merged")
+    assert merged.config.tie_word_embeddings != own_head
+    found = load_file(tmp_path / "merged" / "model.safetensors")
+    assert (HEAD_KEY in found) == own_head
+    wanted = {EMBEDDING_KEY: embedding, HEAD_KEY: embedding} | trained
+    for key in found.keys() & wanted.keys():
+        np.testing.assert_array_equal(found[key], wanted[key], err_msg=key)
+
+
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_merging_keeps_the_outputs(use_dora):
     settings = {"r": 3, "lora_alpha": 2, "modules_to_save": ["mergers"], "use_dora": use_dora}
@@ -360,6 +401,11 @@ def test_the_base_is_found_or_asked_for(tmp_path):
         ({"alpha_pattern": {"q_proj": -3}}, "alpha_pattern: q_proj is -3"),
         ({"rank_pattern": {"(": 3}}, "a pattern is no expression"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+        # PEFT 0.21.2 takes the adapter's start out of the base for these.
+        *(
+            ({"init_lora_weights": start}, f"init_lora_weights is .{start}., whose start changed")
+            for start in ("pissa", "pissa_niter_4", "PiSSA", "olora", "corda", "loftq", "lora_ga")
+        ),
     ],
 )
 def test_settings_of_peft_that_mean_something_else_are_refused(tmp_path, changed, message):
@@ -380,6 +426,10 @@ def test_files_that_are_not_an_adapter_are_refused(tmp_path):
     del arrays["base_model.model.lm_head.lora_B.weight"]
     save_file(arrays, file)
     with pytest.raises(ValueError, match=r"1 missing: lm_head\.lora_B\.weight"):
+        untied_model().load_adapter(tmp_path / "adapter")
+    key = "base_model.model.model.language_model.embed_tokens.lora_embedding_A"
+    save_file({key: np.zeros([1, 1], np.float32)}, file)
+    with pytest.raises(ValueError, match=r"adapters of an embedding are not supported"):
         untied_model().load_adapter(tmp_path / "adapter")
     file.unlink()
     with pytest.raises(RuntimeError, match=r"adapter_model\.safetensors"):

@@ -136,7 +136,7 @@ def test_missing_unexpected_and_misshapen_keys_are_named_all_at_once(golden_copy
     folder = golden_copy("dense_untied")
     arrays = load_file(folder / "model.safetensors")
     del arrays["lm_head.weight"], arrays["model.visual.pos_embed.weight"]
-    arrays["model.visual.extra.weight"] = np.zeros((2, 2), np.float32)
+    arrays["model.visual.extra.weight_scale_inv"] = np.zeros((2, 2), np.float32)
     arrays["model.language_model.norm.weight"] = np.ones(63, np.float32)
     save_file(arrays, folder / "model.safetensors")
     values = json.loads((folder / "config.json").read_text())
@@ -146,7 +146,8 @@ def test_missing_unexpected_and_misshapen_keys_are_named_all_at_once(golden_copy
         Qwen3VLForConditionalGeneration.from_pretrained(folder)
     message = str(error.value)
     assert "2 missing: lm_head.weight, model.visual.pos_embed.weight" in message
-    assert "1 unexpected: model.visual.extra.weight" in message
+    assert "1 unexpected: model.visual.extra.weight_scale_inv" in message
+    assert "load the model that they were made from" in message
     assert "1 misshapen: model.language_model.norm.weight (file [63], model [64])" in message
 
 

@@ -5,6 +5,8 @@ are left-padded and keep the order of images; a chat that ends with an answer is
 are those of training; saving and loading changes nothing and keeps a
 checkpoint's own files; ids are found by name; a checkpoint whose template renders differently
 causes a warning.
+
+Over 350 lines: one small processor serves all tests.
 """
 
 import json
@@ -17,11 +19,12 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.data.video_reader import VideoFrames
+from paddle_vl.data.video_reader import FrameFiles, VideoFrames
 from paddle_vl.families.vlm.inputs.conversation import parse_record
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
+from paddle_vl.families.vlm.templates.template_files import read_folder_templates
 from tests.single_card_tests.data.video_files import moving_frames
 from tests.single_card_tests.families.qwen3_vl.chat_builders import (
     assistant,
@@ -235,15 +238,60 @@ def test_settings_of_videos_replace_the_files_and_are_saved(tmp_path):
     PROCESSOR.save_pretrained(tmp_path)
     found = VLProcessor.from_pretrained(
         tmp_path, video_fps=1.0, video_min_frames=2, video_max_frames=6, video_min_pixels=256,
-        video_max_pixels=512,
+        video_max_pixels=512, video_markers="both",
     )  # fmt: skip
     wanted = replace(
         PROCESSOR.video_processor, fps=1.0, min_frames=2, max_frames=6, min_pixels=256,
-        max_pixels=512,
+        max_pixels=512, video_markers="both",
     )  # fmt: skip
     assert found.video_processor == wanted
     found.save_pretrained(tmp_path / "copy")
     assert VLProcessor.from_pretrained(tmp_path / "copy").video_processor == wanted
+
+
+INNER, BOTH = ("user\n<0", "|>?"), ("user\n<|vision_start|><0", "|><|vision_end|>?")
+
+
+@pytest.mark.parametrize(("stored", "model_type", "given", "around"), [
+    (None, None, None, INNER),
+    (None, "qwen3_vl_moe", None, INNER),
+    (None, "qwen3_vl", "both", BOTH),
+    (None, "qwen3_5", None, BOTH),
+    (None, "qwen3_5_moe", None, BOTH),
+    ("inner", "qwen3_5", None, INNER),
+    ("both", "qwen3_vl", None, BOTH),
+    ("both", "qwen3_vl", "inner", INNER),
+])  # fmt: skip
+def test_vision_tokens_around_a_video_are_those_of_the_setting_the_files_or_the_family(
+    tmp_path, stored, model_type, given, around
+):
+    """By default those of transformers 5.24 for Qwen3.5, of 4.57 for Qwen3-VL."""
+    videos = PROCESSOR.video_processor.replaced(video_markers=stored)
+    VLProcessor(PROCESSOR.tokenizer, PROCESSOR.image_processor, videos).save_pretrained(tmp_path)
+    processor = VLProcessor.from_pretrained(tmp_path, video_markers=given, model_type=model_type)
+    processor.save_pretrained(tmp_path / "copy")
+    for each in (processor, VLProcessor.from_pretrained(tmp_path / "copy")):
+        inputs = each([user("<video>?")], videos=[VideoFrames(moving_frames(4, 8, 16), 2.0)])
+        text = each.decode(inputs["input_ids"][0], False)
+        assert around[0] in text
+        assert text.partition("<|im_end|>")[0].endswith(around[1])
+        assert around == BOTH or "<|vision_end|><|vision_end|>" not in text
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    from_folder = VLProcessor.from_pretrained(tmp_path, video_markers=given)
+    assert from_folder.fingerprint() == processor.fingerprint()
+
+
+def test_a_list_of_pictures_is_a_video(tmp_path):
+    """Files, PIL images and arrays; see the video processor's tests for their times."""
+    WIDE.save(tmp_path / "a.png")
+    clips = [[str(tmp_path / "a.png")] * 3, [WIDE] * 3, [np.asarray(WIDE)] * 3]
+    batches = [PROCESSOR([user("<video>?")], videos=[clip]) for clip in clips]
+    assert batches[0]["video_grid_thw"].tolist() == [[2, 2, 4]]
+    for batch in batches[1:]:
+        for key, value in batches[0].items():
+            np.testing.assert_array_equal(batch[key], value)
+    own = PROCESSOR([user("<video>?")], videos=[FrameFiles((WIDE, WIDE), fps=1)])
+    assert "<0.5 seconds>" in PROCESSOR.decode(own["input_ids"][0])
 
 
 def test_files_of_the_checkpoint_are_carried_along(tmp_path):
@@ -256,6 +304,72 @@ def test_files_of_the_checkpoint_are_carried_along(tmp_path):
     VLProcessor.from_pretrained(source).save_pretrained(target)
     assert {name: (target / name).read_text() for name in own} == own
     assert not (target / "chat_template.jinja").exists()
+
+
+def nested_of(processor: VLProcessor, **more) -> str:
+    """As transformers 5.24 writes processor_config.json."""
+    return json.dumps(
+        {
+            "image_processor": processor.image_processor.to_dict(),
+            "video_processor": processor.video_processor.to_dict(),
+            **more,
+        }
+    )
+
+
+def test_nested_settings_are_taken_and_written_where_transformers_takes_them(tmp_path):
+    """AutoProcessor of transformers 5.24: sections of processor_config.json win one by one, then
+    the processor's own file; videos without either have the settings in the file of images."""
+    videos = PROCESSOR.video_processor
+    other = VLProcessor(
+        PROCESSOR.tokenizer,
+        PROCESSOR.image_processor.replaced(max_pixels=1024),
+        videos.replaced(fps=1.0, max_pixels=2048),
+    )
+    PROCESSOR.save_pretrained(tmp_path)
+    nested = tmp_path / "processor_config.json"
+    whole = json.loads(nested_of(other))
+    for sections in (["image_processor"], ["video_processor"], list(whole)):
+        nested.write_text(json.dumps({name: whole[name] for name in sections}))
+        found = VLProcessor.from_pretrained(tmp_path)
+        for name in whole:
+            assert getattr(found, name) == getattr(other if name in sections else PROCESSOR, name)
+    nested.write_text(json.dumps(whole | {"image_processor": None}))
+    found = VLProcessor.from_pretrained(tmp_path, max_pixels=512, video_max_pixels=512)
+    assert found.image_processor == PROCESSOR.image_processor.replaced(max_pixels=512)
+    # One processor alone, then all, into the folder that has the old file.
+    found.image_processor.save_pretrained(tmp_path)
+    again = VLProcessor.from_pretrained(tmp_path)
+    assert again.image_processor == found.image_processor
+    assert again.video_processor == other.video_processor
+    found.save_pretrained(tmp_path)
+    assert not nested.exists()
+    assert VLProcessor.from_pretrained(tmp_path).video_processor == found.video_processor
+    (tmp_path / "video_preprocessor_config.json").unlink()
+    limits = {"min_pixels": found.image_processor.min_pixels, "max_pixels": 512}
+    assert VLProcessor.from_pretrained(tmp_path).video_processor == videos.replaced(**limits)
+    nested.write_text("{")
+    with pytest.raises(RuntimeError, match=r"processor_config\.json"):
+        VLProcessor.from_pretrained(tmp_path)
+
+
+def test_templates_of_an_earlier_processor_are_removed(tmp_path):
+    """transformers 5.24 would read each before or beside chat_template.jinja."""
+    (tmp_path / "additional_chat_templates").mkdir()
+    for name in ("chat_template.json", "additional_chat_templates/tool_use.jinja"):
+        (tmp_path / name).write_text('{"chat_template": "old"}')
+    named = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    (tmp_path / "source").mkdir()
+    PROCESSOR.save_pretrained(tmp_path / "source")
+    nested = tmp_path / "source" / "processor_config.json"
+    nested.write_text(nested_of(PROCESSOR, chat_template=named))
+    (tmp_path / "source" / "chat_template.json").write_text('{"chat_template": "loses"}')
+    PROCESSOR.save_pretrained(tmp_path)
+    assert read_folder_templates(tmp_path).file.name == "chat_template.jinja"
+    VLProcessor.from_pretrained(tmp_path / "source").save_pretrained(tmp_path)
+    assert read_folder_templates(tmp_path) == (
+        named["default"], tmp_path / "chat_template.jinja", named["tool_use"]
+    )  # fmt: skip
 
 
 def test_another_template_of_the_checkpoint_renders_its_rows(tmp_path):

@@ -66,14 +66,18 @@ PICTURE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
 @pytest.mark.parametrize("row", TABLES["frame_sampling"], ids=lambda row: str(row["fps"]))
-def test_video_renders_as_the_golden_timestamps_with_their_patches(row):
-    """As in transformers 4.57, without other vision tokens around."""
-    prompt = VideoPrompt(row["timestamps"], 1)
-    ids = encode([user("<video>")], videos=["a.mp4"], prompts=[prompt]).input_ids
+@pytest.mark.parametrize(
+    ("is_enclosed", "around"),
+    [(False, ("", "")), (True, ("<|vision_start|>", "<|vision_end|>"))],
+)
+def test_video_renders_as_the_golden_timestamps_with_their_patches(row, is_enclosed, around):
+    """Without other vision tokens around as in transformers 4.57, with them as in 5.24."""
+    prompt = VideoPrompt(row["timestamps"], 1, is_enclosed)
+    chat = encode([user("<video>"), assistant("x")], videos=["a.mp4"], prompts=[prompt])
     pads = "<|vision_start|><|video_pad|><|vision_end|>"
-    assert as_text(ids) == (
-        "<|im_start|>user\n" + "".join(text + pads for text in row["text"]) + "<|im_end|>\n"
-    )
+    patches = "".join(text + pads for text in row["text"]).join(around)
+    assert as_text(chat.input_ids).startswith(f"<|im_start|>user\n{patches}<|im_end|>\n")
+    assert as_text([label for label in chat.labels if label != -100]) == "x<|im_end|>"
 
 
 @pytest.mark.parametrize(

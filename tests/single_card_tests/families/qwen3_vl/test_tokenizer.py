@@ -1,6 +1,7 @@
 """Tokenizer: HF files, special tokens by name, reproducible training.
 
-Guarantees: any text survives encoding and decoding (byte level); text is split as by Qwen2; special
+Guarantees: any text survives encoding and decoding (byte level); text is split as by the model's
+tokenizer in HF, of Qwen3-VL (Qwen2's) or of Qwen3.5; special
 tokens take the last ids; the same texts give the same file; a missing file, a broken file and a
 missing token are named; settings in the file that would truncate text have no effect.
 """
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer, train_bpe
 from tests.single_card_tests.families.qwen3_vl.chat_builders import TEXTS, tiny_tokenizer
 
@@ -30,6 +32,44 @@ def test_numbers_are_cut_into_digits_and_words_learned():
     tokenizer = train_bpe(["hello 2024 2024 2024", "hello"], 300, SPECIAL)
     pieces = [tokenizer.decode([i]) for i in tokenizer.encode("hello 2024")]
     assert pieces == ["hello", " ", "2", "0", "2", "4"]
+
+
+# How AutoTokenizer of transformers 5.24 splits, after NFC, whatever tokenizer.json says.
+SPLITS = {
+    "qwen3_vl": {
+        "हिन्दी में": ["ह", "िन", "्द", "ी", " म", "ें"],
+        "ที่นี่ 12": ["ท", "ี่", "น", "ี่", " ", "1", "2"],
+        "x\u0327!\n y": ["x", "\u0327!\n", " y"],
+    },
+    "qwen3_5": {
+        "हिन्दी में": ["हिन्दी", " में"],
+        "ที่นี่ 12": ["ที่นี่", " ", "1", "2"],
+        "x\u0327!\n y": ["x\u0327", "!\n", " y"],
+    },
+}
+
+
+def pieces(tokenizer: TextTokenizer, text: str) -> list[str]:
+    splitter = tokenizer.backend.pre_tokenizer
+    return [text[begin:end] for _, (begin, end) in splitter.pre_tokenize_str(text)]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
+def test_text_is_split_as_by_the_tokenizer_of_the_model(model_type, tmp_path):
+    splits = SPLITS[model_type.removesuffix("_moe")]
+    made = VLProcessor.from_texts(list(splits), 400, model_type=model_type)
+    made.save_pretrained(tmp_path / "made")
+    # Made without the type, and read beside the model, or for it.
+    VLProcessor.from_texts(list(splits), 400).save_pretrained(tmp_path)
+    given = VLProcessor.from_pretrained(tmp_path, model_type=model_type)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    read = (VLProcessor.from_pretrained(tmp_path / "made"), VLProcessor.from_pretrained(tmp_path))
+    for processor in (made, given, *read):
+        for text, expected in splits.items():
+            assert pieces(processor.tokenizer, text) == expected
+    settings = json.loads((tmp_path / "made" / "tokenizer_config.json").read_text())
+    is_new = model_type.startswith("qwen3_5")
+    assert settings["tokenizer_class"] == ("Qwen3_5Tokenizer" if is_new else "Qwen2Tokenizer")
 
 
 def test_special_tokens_take_the_last_ids_in_order():

@@ -4,21 +4,24 @@ Guarantees: sampled frames, grid and timestamps of a file equal those of a full 
 plain rules, read from disk or given as frames; settings are read from and written to HF's files,
 and can be replaced one by one; unsupported settings are refused by name; several videos keep their
 order; a bad one is named by number and file; every row of the golden size table and every golden
-sampling; timestamp texts; an odd number of frames repeats the last one. Pixels may differ from HF's
+sampling; timestamp texts; an odd number of frames repeats the last one; of a list of frames all are
+taken. Pixels may differ from HF's
 by one 8-bit step, because HF resizes videos with torchvision and this package with PIL.
 
 The oracle is the output of transformers 5.23.0 (tests/golden/qwen_vl/processor).
 """
 
+import io
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from safetensors.numpy import load_file
 
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.data.video_reader import VideoFrames
+from paddle_vl.data.video_reader import FrameFiles, VideoFrames
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor, smart_resize
 from paddle_vl.families.vlm.inputs.video_processor import (
     VideoProcessor,
@@ -63,6 +66,42 @@ def test_file_and_its_frames_in_memory_give_the_same(tmp_path):
     assert from_file.timestamps == from_frames.timestamps
     for key, value in from_file.arrays.items():
         np.testing.assert_array_equal(from_frames.arrays[key], value)
+
+
+def pictures(count: int) -> FrameFiles:
+    """Pictures of 8 x 8 pixels, of which each is one grey."""
+    files = []
+    for number in range(count):
+        Image.new("L", (8, 8), number % 256).save(file := io.BytesIO(), "png")
+        files.append(file.getvalue())
+    return FrameFiles(tuple(files))
+
+
+@pytest.mark.parametrize(("fps", "count", "texts"), [
+    (2, 8, "0.2 1.2 2.2 3.2"),
+    (1, 8, "0.5 2.5 4.5 6.5"),
+    (4, 8, "0.1 0.6 1.1 1.6"),
+    (2, 5, "0.2 1.2 2.0"),
+    (2, 1, "0.0"),
+])  # fmt: skip
+def test_of_a_list_of_frames_all_are_taken_at_the_rate_of_the_run(fps, count, texts):
+    """As ms-swift 4.6 (qwen-vl-utils 0.0.14) and LLaMA-Factory 0.9.5, which differ in the time of
+    an odd last frame: 2.0 is LLaMA-Factory's and that of transformers 5.24, ms-swift has 2.2."""
+    found = processor(fps=fps, min_frames=2, max_frames=4)([pictures(count)])
+    (times,) = found.timestamps
+    assert [timestamp_text(time) for time in times] == [f"<{t} seconds>" for t in texts.split()]
+    patches = found.arrays["pixel_values_videos"].reshape(len(times), 4, 3, 2, -1)
+    greys = (patches[:, 0, 0, :, 0].ravel() + 1) * 127.5
+    assert greys.round().tolist() == [min(each, count - 1) for each in range(2 * len(times))]
+
+
+def test_long_lists_of_frames_are_not_thinned_and_their_own_rate_wins():
+    many = processor()([pictures(1000)], with_pixels=False)
+    assert many.arrays["video_grid_thw"].tolist() == [[500, 2, 2]]
+    own = FrameFiles(pictures(4).files, fps=1)
+    assert processor()([own]).timestamps == [[0.5, 2.5]]
+    with pytest.raises(BadSampleError, match="has 0 frame"):
+        processor()([FrameFiles(())])
 
 
 @pytest.mark.parametrize(
@@ -172,6 +211,7 @@ def test_settings_are_replaced_one_by_one(tmp_path):
         ({"cap_pixels_per_frame": True}, "cap_pixels_per_frame = True"),
         ({"min_frames": 1}, "min_frames 1 and max_frames 768: 2 <= min_frames"),
         ({"min_frames": 8, "max_frames": 4}, "min_frames 8 and max_frames 4"),
+        ({"video_markers": "outer"}, "video_markers.*'inner' or 'both'"),
         ({"size": {"shortest_edge": 9, "longest_edge": 4}}, "min_pixels 9 and max_pixels 4"),
     ],
 )

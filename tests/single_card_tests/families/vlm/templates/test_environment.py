@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -19,35 +18,38 @@ from tests.single_card_tests.families.vlm.templates.template_builders import (
 
 VALUES = json.loads((GOLDEN / "environment.json").read_text(encoding="utf-8"))
 TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>"}
-BIG = "{% set big = 'a' * 1000000 %}"
-NEST = "{% set n = namespace(x=1) %}{% for i in range(60) %}"
-EXPLODING = [
-    *VALUES["not_stopped_by_the_sandbox"],
-    "{{ 'a'.center(10 ** 9) }}",
-    "{{ 'a' | center(1000000000) }}",
-    "{{ '{:>1000000000}'.format(1) }}",
-    "{{ '{:>{}}'.format(1, 1000000000) }}",
-    "{{ '%*d' % (1000000000, 1) }}",
-    BIG + "{{ big.replace('a', big) }}",
-    BIG + "{{ big | replace('a', big) }}",
-    BIG + "{{ big.join(range(1000) | map('string') | list) }}",
-    BIG + "{% set x %}{% for i in range(99999) %}{{ big }}{% endfor %}{% endset %}",
-    BIG + "{% for i in range(99999) %}{{ big }}{% endfor %}",
-    BIG + "{{ big.strip('b' * 1000000 ~ 'a') }}",
-    BIG + "{{ big | trim('b' * 1000000 ~ 'a') }}",
-    BIG + "{{ big | wordwrap(1) }}",
-    "{{ ('www.a.com' ~ '(' * 500000 ~ ')' * 500000) | urlize }}",
-    "{{ [1] | batch(1000000000, 'x') | list }}",
-    "{{ 1.5 | round(1000000000, 'ceil') }}",
-    "{{ messages | tojson(indent=1000000000) }}",
-    "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
-    "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
+LIMIT = 1000
+BIG = "{% set big = 'a' * 900 %}"
+NEST = "{% set n = namespace(x=1) %}{% for i in range(12) %}"
+# Harmless: each makes a few thousand characters or steps, more than the lowered limits. What is
+# measured before it is made prints its length alone.
+GROWING = [
+    *VALUES["refused_with_lowered_limits"]["templates"],
+    "{{ 'a'.center(2000) | length }}",
+    "{{ 'a' | center(2000) | length }}",
+    "{{ '{:>2000}'.format(1) }}",
+    "{{ '{:>{}}'.format(1, 2000) }}",
+    "{{ '%*d' % (2000, 1) }}",
+    BIG + "{{ big.replace('a', big[:9]) | length }}",
+    BIG + "{{ big | replace('a', big[:9]) | length }}",
+    BIG + "{{ big.join(range(9) | map('string') | list) | length }}",
+    BIG + "{% set x %}{% for i in range(9) %}{{ big }}{% endfor %}{% endset %}",
+    BIG + "{% for i in range(9) %}{{ big }}{% endfor %}",
+    BIG + "{{ big.strip('b' * 900) | length }}",
+    BIG + "{{ big | trim('b' * 900) | length }}",
+    BIG + "{{ big | wordwrap(1) | length }}",
+    "{{ ('www.a.com' ~ '(' * 90 ~ ')' * 90) | urlize | length }}",
+    "{{ [1] | batch(2000, 'x') | list | length }}",
+    "{{ 1.5 | round(2000, 'ceil') }}",
+    "{{ messages | tojson(indent=2000) }}",
+    "{% set n = namespace(s='ab') %}{% for i in range(12) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+    "{% set n = namespace(s='ab') %}{% for i in range(12) %}{% set n.s = n.s + n.s %}{% endfor %}",
     NEST + "{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
     NEST + "{% set n.x = dict(a=n.x, b=n.x) %}{% endfor %}{{ n.x | tojson }}",
-    NEST + "{% set n.x = [1] | batch(9, n.x) | list %}{% endfor %}{{ n.x }}",
+    NEST + "{% set n.x = [1] | batch(3, n.x) | list %}{% endfor %}{{ n.x }}",
     NEST + "{% set n.x = namespace(a=n.x, b=n.x) %}{% endfor %}{{ n.x }}",
-    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
-    "{% for x in [1] recursive %}{{ loop(range(999)) if loop.depth < 9 }}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(10) }}",
+    "{% for x in [1] recursive %}{{ loop(range(9)) if loop.depth < 5 }}{% endfor %}",
 ]
 
 
@@ -65,29 +67,33 @@ def test_a_small_template_gives_the_text_or_the_error_of_hf(name: str):
     assert found == {key: case[key] for key in found}
 
 
-@pytest.mark.parametrize("template", EXPLODING)
-def test_a_template_that_would_not_end_or_fill_the_memory_is_stopped(template: str, monkeypatch):
-    monkeypatch.setattr(environment, "MAX_STEPS", 1 << 16)
-    monkeypatch.setattr(environment, "_MAX_NUMBER", 1 << 14)
+@pytest.mark.parametrize("template", GROWING)
+def test_a_template_that_exceeds_a_limit_is_stopped(template: str, monkeypatch):
+    for name in ("MAX_TEXT", "MAX_STEPS", "_MAX_NUMBER"):
+        monkeypatch.setattr(environment, name, LIMIT)
+    monkeypatch.setattr(environment, "_MAX_SLOW", LIMIT // 10)
+    monkeypatch.setattr(environment, "_MAX_GROWTH", 8 * LIMIT)
     with pytest.raises(TemplateLimitError):
         render(template)
 
 
-def test_slow_operations_that_are_no_steps_meet_the_deadline(monkeypatch):
-    monkeypatch.setattr(environment, "MAX_SECONDS", 0.2)
-    start = time.monotonic()
+def test_a_rendering_ends_at_its_deadline(monkeypatch):
+    monkeypatch.setattr(environment, "MAX_SECONDS", -1.0)
     with pytest.raises(TemplateLimitError, match="seconds"):
-        render(
-            "{% set r = range(99999) | list %}{% for i in range(99999) %}"
-            "{{ 1 if -1 in r }}{% endfor %}"
-        )
-    assert time.monotonic() - start < 5
+        render("{% for i in range(3) %}{% endfor %}")
 
 
 def test_a_template_beyond_a_mebibyte_or_nested_too_deep_is_not_compiled():
     for source in ("x" * (environment.MAX_TEMPLATE + 1), "{{ " + "(" * 5000 + "1" + ")" * 5000):
         with pytest.raises(TemplateLimitError):
             SandboxedTemplate(source, NOW)
+
+
+@pytest.mark.parametrize("number", ["9" * 4301, "0x" + "f" * 4000])
+def test_a_number_that_python_does_not_convert_is_refused(number):
+    """`sys.int_info.default_max_str_digits` of Python 3.11 is 4300."""
+    with pytest.raises(TemplateLimitError, match="a number in it is too long"):
+        SandboxedTemplate("{{ " + number + " }}", NOW)
 
 
 def test_what_is_random_is_refused_and_the_clock_stands():

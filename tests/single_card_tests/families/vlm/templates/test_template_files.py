@@ -7,10 +7,11 @@ import pytest
 from paddle_vl.families.vlm.templates.template_files import read_folder_templates, special_tokens
 
 JINJA, PROCESSOR, TOKENIZER = "chat_template.jinja", "chat_template.json", "tokenizer_config.json"
+NESTED = "processor_config.json"
 
 
-def write(folder, jinja=None, processor=None, tokenizer=None, **more):
-    for name, value in ((PROCESSOR, processor), (TOKENIZER, tokenizer)):
+def write(folder, jinja=None, processor=None, tokenizer=None, nested=None, **more):
+    for name, value in ((PROCESSOR, processor), (TOKENIZER, tokenizer), (NESTED, nested)):
         if value is not None:
             (folder / name).write_text(json.dumps({"chat_template": value} | more))
     if jinja is not None:
@@ -22,11 +23,25 @@ def test_a_folder_without_a_template_has_none(tmp_path):
     assert read_folder_templates(tmp_path) is None
 
 
-def test_the_own_file_wins_over_the_processor_and_that_over_the_tokenizer(tmp_path):
-    for key, name in (("tokenizer", TOKENIZER), ("processor", PROCESSOR), ("jinja", JINJA)):
+def test_the_processor_wins_over_the_own_file_and_that_over_the_tokenizer(tmp_path):
+    """The order of AutoProcessor of transformers 5.24."""
+    files = {"tokenizer": TOKENIZER, "jinja": JINJA, "processor": PROCESSOR, "nested": NESTED}
+    for key, name in files.items():
         write(tmp_path, **{key: key})
-        found = read_folder_templates(tmp_path)
-        assert found == (key, tmp_path / name, None)
+        assert read_folder_templates(tmp_path) == (key, tmp_path / name, None)
+
+
+def test_additional_templates_go_with_the_own_file_alone(tmp_path):
+    """Beside chat_template.json AutoProcessor of transformers 5.24 ends with an error, and that of
+    processor_config.json is all it has."""
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("file")
+    write(tmp_path, jinja="own", processor="old")
+    with pytest.raises(RuntimeError, match="chat_template.json beside .*additional_chat_templates"):
+        read_folder_templates(tmp_path)
+    for value, tools in (("n", None), ({"default": "n", "tool_use": "t"}, "t")):
+        write(tmp_path, nested=value)
+        assert read_folder_templates(tmp_path) == ("n", tmp_path / NESTED, tools)
 
 
 def test_named_templates_have_a_default_and_one_for_tools(tmp_path):

@@ -1,0 +1,333 @@
+"""What README and docs promise of `paddle-vl train`, as data: a row for each family, capability and
+topology, which the tests beside this file run and docs/testing.md shows; `lines` has the other
+commands.
+
+A row is a run of `RUNS` under a topology of `TOPOLOGIES`: its losses and saved weights are those of
+the same run on one device. With `then` another topology (or the same: then to the bit) continues
+the checkpoint of step 2. Settings are those of the configurations in `configs/`, but for a few
+steps and an optimizer that does not amplify rounding.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+# Not a setting: the same samples in twice as many micro-batches.
+HALVES = "halves"
+_SP = ("parallel.sequence_parallel=true", "data.pad_to_multiple_of=2")
+_DP, _MP, _PP, _SHARDING = (f"parallel.{axis}_degree=2" for axis in ("dp", "mp", "pp", "sharding"))
+_STAGE_2, _STAGE_3 = "parallel.sharding_stage=2", "parallel.sharding_stage=3"
+_GATHER = (_SHARDING, "parallel.cp_degree=2", "data.pad_to_multiple_of=2")
+_ULYSSES = (*_GATHER, "parallel.cp_attention=ulysses")
+_ROWS_OF_4 = (_MP, _SP[0], "data.pad_to_multiple_of=4")
+_COLOCATED, _EP = (_PP, "parallel.schedule=colocated"), "parallel.ep_degree=2"
+# Settings by name.
+TOPOLOGIES: dict[str, tuple[str, ...]] = {
+    "1 rank": (),
+    "dp2": (_DP,),
+    "mp2": (_MP,),
+    "mp2 SP": (_MP, *_SP),
+    "pp2": (_PP,),
+    "pp2 by cost": (_PP, "parallel.pp_split=cost", "parallel.pp_shapes=dynamic"),
+    "sharding2": (_SHARDING,),
+    "sharding2 stage 2": (_SHARDING, _STAGE_2),
+    "sharding2 stage 3": (_SHARDING, _STAGE_3),
+    "cp2 gather": _GATHER,
+    "cp2 gather stage 3": (*_GATHER, _STAGE_3, "parallel.cp_gather_overlap=true"),
+    "cp2 ulysses": _ULYSSES,
+    "cp2 ulysses stage 3": (*_ULYSSES, _STAGE_3),
+    "colocated pp2": _COLOCATED,
+    "colocated pp2, tower mp2": (*_COLOCATED, "parallel.encoder.mp_degree=2"),
+    "ep2": (_EP, _SHARDING),
+    "ep2 stage 3": (_EP, _SHARDING, _STAGE_3),
+    "ep2 dp2": (_EP, _DP),
+    "ep2 mp2 SP": (_EP, _MP, *_SP),
+    "ep2 with capacity": (_EP, _SHARDING, "parallel.expert_capacity_factor=1.5"),
+    "ep2 cp2 gather": (_EP, *_GATHER),
+    "ep2 cp2 ulysses": (_EP, *_ULYSSES),
+    # Of four ranks; digits_4_processes.yaml has the first.
+    "dp2 mp2 SP": (_DP, _MP, *_SP),
+    "mp2 SP pp2": (_MP, *_SP, _PP),
+    "sharding2 stage 3 mp2 SP": (_SHARDING, _STAGE_3, _MP, *_SP),
+    "sharding2 pp2": (_SHARDING, _PP),
+    "dp2 sharding2 stage 2": (_DP, _SHARDING, _STAGE_2),
+    "cp2 gather mp2 SP": (*_GATHER, *_ROWS_OF_4),
+    "cp2 ulysses mp2 SP": (*_ULYSSES, *_ROWS_OF_4),
+    "cp2 gather pp2": (*_GATHER, _PP),
+    "cp2 ulysses pp2": (*_ULYSSES, _PP),
+    "pp2 dualpipev": (_PP, "parallel.pp_schedule=dualpipev", HALVES),
+    "colocated dp2 pp2": (_DP, *_COLOCATED, "parallel.encoder.mp_degree=2"),
+}
+
+
+class Run(NamedTuple):
+    """A training on one device, which rows are compared with.
+
+    Attributes:
+        family, what: as in README, and the capability.
+        config: file in `configs/`.
+        settings: further ones; `{NAME}` is the folder of another run, `{tests}` that of the tests.
+        micro_batch: samples or rows in a micro-batch of all data ranks; a step has two.
+    """
+
+    family: str
+    what: str
+    config: str
+    settings: tuple[str, ...] = ()
+    micro_batch: int = 4
+
+
+def _named(**settings: object) -> tuple[str, ...]:
+    """Settings whose names have no dots after their section."""
+    return tuple(f"{name.replace('__', '.')}={value}" for name, value in settings.items())
+
+
+def _from(run: str) -> tuple[str, ...]:
+    return _named(
+        model__config="null", model__pretrained=f"{{{run}}}/final", data__processor="null"
+    )
+
+
+def _lora(**more: str) -> tuple[str, ...]:
+    adapted = ["r: 4", "lora_alpha: 8", "target_modules: [all-linear]"]
+    adapted += [f"{name}: {value}" for name, value in more.items()]
+    return (f"model.lora={{{', '.join(adapted)}}}",)
+
+
+_EXPERTS = tuple(
+    f"model.config.{setting}"
+    for setting in (
+        "model_type=qwen3_vl_moe",
+        "text_config.num_experts=4",
+        "text_config.num_experts_per_tok=2",
+        "text_config.moe_intermediate_size=96",
+    )
+)
+# A mean over micro-batches, which data ranks divide.
+_BALANCE = ("model.config.text_config.output_router_logits=true",)
+_EXPERTS_OF_QWEN3_5 = (
+    "model.config.model_type=qwen3_5_moe",
+    *_EXPERTS[1:],
+    "model.config.text_config.shared_expert_intermediate_size=128",
+)
+_PADDED = _named(data__packing="false", data__packing_length="null")
+_VIDEOS = _named(data__train="[runs/videos.jsonl]", data__eval="[]")
+_PREFERENCE = ("train.objective=preference",)
+_DPO = (
+    *_PREFERENCE,
+    "preference.loss_type=[sigmoid, bco_pair, sft]",
+    *_named(data__train="[pairs/train.jsonl]", data__eval="[pairs/test.jsonl]"),
+)
+_KTO = (
+    *(*_PREFERENCE, *_PADDED, "preference.loss_type=[kto]"),
+    *_named(data__train="[pairs/rated.jsonl]", data__eval="[]"),
+)
+# A share of the run warms up, which is counted in tokens.
+_TOKENS = _named(train__max_steps="null", train__max_tokens=5000, train__warmup_steps=0)
+_MIX_OF_QWEN3_5 = (
+    *_TOKENS,
+    "data.train=[{path: runs/digits_corpus/captions.jsonl, format: image_text, weight: 0.5}, "
+    "{path: runs/digits_corpus/pages.jsonl, format: interleaved, weight: 0.5}]",
+    "data.eval=[{path: runs/digits_corpus/held_out_text.jsonl, format: text}]",
+    "data.processor=runs/digits_corpus/processor",
+)
+_WATCHED = _named(
+    train__eval_steps=1,
+    train__best="{metric: loss, mode: min, patience: 9, load_at_end: true}",
+    train__ema="{decay: 0.9}",
+    train__unfreeze="[{at: 1, patterns: [vision]}]",
+)
+_ANSWERED = (
+    *_WATCHED,
+    "train.per_device_eval_batch_size=1",
+    "train.eval={metrics: [exact_match, anls], num_samples: 4, max_new_tokens: 4}",
+    "train.layer_decay={vision: 0.8, language: 0.9}",
+    "train.part_learning_rates={mergers: 5e-4}",
+)
+_ACTED = (
+    *_WATCHED,
+    "train.per_device_eval_batch_size=2",
+    "data.eval=[data/demonstrations/held_out.jsonl]",
+    "train.layer_decay={vision: 0.8, backbone: 0.9}",
+    "train.part_learning_rates={projector: 5e-4}",
+)
+_ROBOTS = (
+    "data.train=[]",
+    "data.dataset_mixture={datasets: [{root: '{tests}/data/lerobot/v30_l06_language'}, "
+    "{root: '{tests}/data/lerobot/v21_video', excluded_episodes: [5]}], weights: [2.0, 1.0], "
+    "action_freq: 10.0, val_split_ratio: 0.3}",
+)
+_GEMMA = (
+    "model.pretrained={tests}/golden/pi07_start/hub_same",
+    *_named(data__processor="data/gemma_processor", model__compute_dtype="float32", parallel="{}"),
+    "model.config.resize_imgs_with_padding=[28, 28]",
+    *(
+        f"model.config.{setting}"
+        for setting in (
+            *("n_obs_steps=2", "dropout=0.0", "proj_width=16", "chunk_size=4"),
+            *("n_action_steps=4", "spacetime_layer_stride=2"),
+        )
+    ),
+    "model.config.vlm_config={gemma_expert_config: {hidden_size: 16, intermediate_size: 32, "
+    "adarms_cond_dim: 16, vocab_size: 8}}",
+    "model.policy.prompt_max_length=16",
+    "model.policy.response_max_length=16",
+)
+_MERGERS = _lora(modules_to_save="[mergers]")
+_DORA = _lora(use_dora="true")
+VL, MOE = "Qwen3-VL", "Qwen3-VL with experts"
+QWEN3_5, QWEN3_5_MOE = "Qwen3.5", "Qwen3.5 with experts"
+POLICY, PLANNER = "pi07 policy", "pi07 planner"
+_DIGITS, _DIGITS_3_5 = "quickstart/digits.yaml", "quickstart/digits_qwen3_5.yaml"
+_MIX, _ANSWERS = "quickstart/digits_pretraining.yaml", "quickstart/digits_answers.yaml"
+_ARM, _PLANS, _EIGHT = "pi07/tiny_cpu.yaml", "pi07/planner_cpu.yaml", "pi07/one_node_8_gpus.yaml"
+_ANSWERING = "answers while training, best, average, freezing by step, rates"
+_ACTING = "errors of actions, best, average, freezing by step, rates"
+_PAIRS, _RATED, _MIXED = "preference of packed pairs", "preference of rated answers", "pretraining"
+RUNS = {
+    "packed": Run(VL, "packed", _DIGITS),
+    "padded": Run(VL, "padded, recomputed", _DIGITS, (*_PADDED, "train.recompute=act"), 8),
+    "videos": Run(VL, "videos", _DIGITS, _VIDEOS),
+    "watched": Run(VL, _ANSWERING, _DIGITS, _ANSWERED),
+    "lora": Run(VL, "LoRA", _DIGITS, (*_from("packed"), *_MERGERS)),
+    "adapters": Run(VL, "LoRA alone", _DIGITS, (*_from("packed"), *_lora())),
+    "dora": Run(VL, "DoRA", _DIGITS, (*_from("packed"), *_DORA)),
+    "dpo": Run(VL, _PAIRS, _DIGITS, (*_from("packed"), *_DPO)),
+    "dpo lora": Run(VL, f"{_PAIRS}, LoRA", _DIGITS, (*_from("packed"), *_DPO, *_MERGERS)),
+    "kto": Run(VL, _RATED, _DIGITS, (*_from("packed"), *_KTO), 8),
+    "mix": Run(VL, _MIXED, _MIX, _TOKENS),
+    "answers": Run(VL, "after pretraining", _ANSWERS, ("model.pretrained={mix}/final",), 8),
+    "moe": Run(MOE, "packed", _DIGITS, _EXPERTS),
+    "moe balanced": Run(MOE, "with the balance loss", _DIGITS, (*_EXPERTS, *_BALANCE)),
+    "moe watched": Run(MOE, _ANSWERING, _DIGITS, (*_EXPERTS, *_ANSWERED)),
+    "moe lora": Run(MOE, "LoRA", _DIGITS, (*_from("moe"), *_lora())),
+    "moe dora": Run(MOE, "DoRA", _DIGITS, (*_from("moe"), *_DORA)),
+    "moe dpo": Run(MOE, _PAIRS, _DIGITS, (*_from("moe"), *_DPO)),
+    "moe kto": Run(MOE, _RATED, _DIGITS, (*_from("moe"), *_KTO), 8),
+    "moe mix": Run(MOE, _MIXED, _MIX, (*_EXPERTS, *_TOKENS)),
+    "3.5": Run(QWEN3_5, "packed", _DIGITS_3_5),
+    "3.5 padded": Run(QWEN3_5, "padded", _DIGITS_3_5, _PADDED, 8),
+    "3.5 videos": Run(QWEN3_5, "videos", _DIGITS_3_5, _VIDEOS),
+    "3.5 watched": Run(QWEN3_5, _ANSWERING, _DIGITS_3_5, _ANSWERED),
+    "3.5 lora": Run(QWEN3_5, "LoRA", _DIGITS_3_5, (*_from("3.5"), *_MERGERS)),
+    "3.5 dora": Run(QWEN3_5, "DoRA", _DIGITS_3_5, (*_from("3.5"), *_DORA)),
+    "3.5 dpo": Run(QWEN3_5, _PAIRS, _DIGITS_3_5, (*_from("3.5"), *_DPO)),
+    "3.5 kto": Run(QWEN3_5, _RATED, _DIGITS_3_5, (*_from("3.5"), *_KTO), 8),
+    "3.5 mix": Run(QWEN3_5, _MIXED, _DIGITS_3_5, _MIX_OF_QWEN3_5),
+    "3.5 moe": Run(QWEN3_5_MOE, "packed", _DIGITS_3_5, _EXPERTS_OF_QWEN3_5),
+    "arm": Run(POLICY, "demonstrations", _ARM),
+    "arm watched": Run(POLICY, _ACTING, _ARM, (*_ACTED, "data.image_transforms=openpi")),
+    "arm openpi": Run(POLICY, "LoRA of openpi", _ARM, (*_from("arm"), "model.lora=openpi")),
+    "arm lerobot": Run(POLICY, "LoRA of LeRobot", _ARM, (*_from("arm"), "model.lora=lerobot")),
+    "arm dora": Run(POLICY, "DoRA", _ARM, (*_from("arm"), *_DORA)),
+    "robots": Run(POLICY, "mixture of LeRobot datasets", _ARM, _ROBOTS),
+    "gemma": Run(POLICY, "from Gemma 3", _EIGHT, _GEMMA),
+    "planner": Run(PLANNER, "demonstrations", _PLANS),
+    "planner watched": Run(PLANNER, "best, average, freezing by step, rates", _PLANS, _ACTED),
+    "planner lora": Run(PLANNER, "LoRA", _PLANS, (*_from("planner"), *_lora())),
+    "planner dora": Run(PLANNER, "DoRA", _PLANS, (*_from("planner"), *_DORA)),
+}
+
+
+class Row(NamedTuple):
+    """A run of `RUNS` under one topology, perhaps continued under another.
+
+    Attributes:
+        launcher: the command that starts the ranks; without it the test does, as fleetrun would.
+    """
+
+    run: str
+    topology: str
+    then: str = ""
+    launcher: str = ""
+
+    def named(self) -> str:
+        """For a test's name."""
+        return f"{self.run}: {self.topology}"
+
+    @property
+    def promised(self) -> tuple[str, str, str]:
+        """Command, family and capability."""
+        return "train", RUNS[self.run].family, RUNS[self.run].what
+
+    @property
+    def way(self) -> str:
+        """How it ran."""
+        launched = f" by `{self.launcher}`" * bool(self.launcher)
+        return f"{self.topology}{launched}" + f", then {self.then}" * bool(self.then)
+
+
+def _rows(run: str, *ways: str) -> Iterator[Row]:
+    """Rows of a run; a way is a topology, or two with an arrow between them."""
+    for way in ways:
+        topology, _, then = way.partition(" -> ")
+        yield Row(run, topology, then)
+
+
+CONVERSATIONS = [
+    Row("packed", "dp2", "sharding2 stage 3", launcher="paddle-vl train --nproc 2"),
+    Row("packed", "dp2 mp2 SP", launcher="fleetrun tools/train.py"),
+    *_rows("packed", "1 rank -> 1 rank", "mp2 SP -> pp2", "pp2 -> 1 rank", "sharding2 -> mp2 SP"),
+    *_rows("packed", "sharding2 stage 2 -> dp2", "sharding2 stage 3 -> sharding2 stage 3"),
+    *_rows("packed", "cp2 gather -> cp2 ulysses stage 3", "cp2 ulysses -> cp2 gather stage 3"),
+    *_rows("packed", "colocated pp2 -> pp2 by cost", "colocated pp2, tower mp2 -> colocated pp2"),
+    *_rows("padded", "dp2", "mp2", "pp2 by cost", "sharding2", "sharding2 stage 2"),
+    *_rows("padded", "sharding2 stage 3", "cp2 gather", "cp2 ulysses", "colocated pp2"),
+    *_rows("videos", "mp2 SP", "cp2 gather", "cp2 ulysses", "colocated pp2"),
+    *_rows("watched", "mp2 SP -> pp2", "sharding2 stage 3", "colocated pp2", "cp2 gather"),
+    *_rows("lora", "mp2 SP -> sharding2 stage 3", "pp2", "cp2 gather", "cp2 ulysses"),
+    *_rows("lora", "colocated pp2"),
+    *_rows("dora", "mp2 SP", "sharding2 stage 3 -> pp2", "cp2 gather"),
+    *_rows("dpo", "dp2 -> mp2 SP", "pp2", "sharding2 stage 2", "sharding2 stage 3"),
+    *_rows("dpo", "colocated pp2"),
+    *_rows("dpo lora", "mp2 SP"),
+    *_rows("kto", "mp2 SP", "pp2"),
+    *_rows("mix", "dp2 -> mp2 SP", "pp2", "sharding2 stage 2 -> cp2 gather", "cp2 ulysses"),
+    *_rows("mix", "colocated pp2"),
+    *_rows("answers", "dp2", "mp2 SP"),
+]
+FAMILIES = [
+    *_rows("moe", "sharding2 stage 2", "ep2 -> ep2 mp2 SP", "ep2 stage 3", "ep2 dp2"),
+    *_rows("moe", "ep2 with capacity", "ep2 cp2 ulysses"),
+    *_rows("moe balanced", "mp2 SP", "pp2", "colocated pp2", "ep2 mp2 SP", "ep2 cp2 gather"),
+    *_rows("moe watched", "ep2 stage 3"),
+    *_rows("moe lora", "ep2"),
+    *_rows("moe dora", "ep2 mp2 SP"),
+    *_rows("moe dpo", "ep2 mp2 SP"),
+    *_rows("moe kto", "pp2"),
+    *_rows("moe mix", "ep2"),
+    *_rows("3.5", "dp2 -> mp2 SP", "mp2 SP -> pp2", "pp2", "sharding2", "sharding2 stage 2"),
+    *_rows("3.5", "sharding2 stage 3 -> sharding2 stage 3", "colocated pp2"),
+    *_rows("3.5 padded", "mp2 SP", "colocated pp2"),
+    *_rows("3.5 videos", "mp2 SP"),
+    *_rows("3.5 watched", "mp2 SP"),
+    *_rows("3.5 lora", "mp2 SP", "sharding2 stage 3"),
+    *_rows("3.5 dora", "pp2"),
+    *_rows("3.5 dpo", "mp2 SP", "pp2"),
+    *_rows("3.5 kto", "mp2 SP"),
+    *_rows("3.5 mix", "dp2"),
+    *_rows("3.5 moe", "ep2", "ep2 mp2 SP"),
+]
+POLICIES = [
+    *_rows("arm", "dp2 -> mp2 SP", "mp2 SP -> pp2", "pp2", "sharding2", "sharding2 stage 2"),
+    *_rows("arm", "sharding2 stage 3 -> sharding2 stage 3", "colocated pp2"),
+    *_rows("arm", "colocated pp2, tower mp2"),
+    *_rows("arm watched", "sharding2 stage 2", "mp2 SP"),
+    *_rows("arm openpi", "mp2 SP", "sharding2 stage 3"),
+    *_rows("arm lerobot", "pp2"),
+    *_rows("arm dora", "sharding2 stage 3"),
+    *_rows("robots", "dp2 -> 1 rank"),
+    *_rows("gemma", "sharding2 stage 3"),
+    *_rows("planner", "dp2 -> mp2 SP", "mp2 SP -> pp2", "pp2", "sharding2", "sharding2 stage 2"),
+    *_rows("planner", "sharding2 stage 3", "colocated pp2"),
+    *_rows("planner watched", "mp2 SP"),
+    *_rows("planner lora", "sharding2 stage 3"),
+    *_rows("planner dora", "mp2 SP"),
+]
+# Of four ranks, but for the first, which needs four layers.
+HEAVY = [
+    *_rows("answers", "pp2 dualpipev"),
+    *_rows("packed", "mp2 SP pp2", "sharding2 stage 3 mp2 SP", "sharding2 pp2"),
+    *_rows("packed", "dp2 sharding2 stage 2", "cp2 gather mp2 SP", "cp2 ulysses mp2 SP"),
+    *_rows("packed", "cp2 gather pp2", "cp2 ulysses pp2", "colocated dp2 pp2"),
+]
+TRAINING = [*CONVERSATIONS, *FAMILIES, *POLICIES]

@@ -1,0 +1,173 @@
+"""The commands of README and docs other than `train`, on models that were trained as they say.
+
+Guarantees: each of `lines.LINES` ends with 0, prints and writes what it should; `chat`, a server,
+an export, and adapters that are merged or served give the answers of `generate`, a served policy
+and its export the actions of the policy, and a reference in advance the weights of one in the run.
+"""
+
+import base64
+import re
+import shlex
+from collections.abc import Sequence
+
+import numpy as np
+import openai
+import pytest
+from safetensors.numpy import load_file
+from websockets.sync.client import connect
+
+from paddle_vl import PI07LowLevelPolicy
+from paddle_vl.export import load
+from paddle_vl.families.policy.demonstrations.sample import Stream, sample_rng
+from paddle_vl.serving.msgpack_numpy import OPENPI
+from tests.routes.data import DATA
+from tests.routes.lines import (
+    ADAPTED,
+    CHATS,
+    DRAWN,
+    EXPORTED,
+    HEAVY_EXPORTED,
+    HEAVY_LINES,
+    HEAVY_SERVED,
+    LINES,
+    PRECOMPUTED,
+    SERVED,
+    Answers,
+    Line,
+)
+from tests.routes.runs import Routes, assert_equals, number_of_ranks
+from tests.routes.table import RUNS, TOPOLOGIES
+from tests.support.finished_runs import assert_close
+
+IMAGE, QUESTION = f"{DATA}/images/0000.png", "Which digit is this?"
+SETTINGS = {"temperature": 2.0, "seed": 2}
+
+
+def named(row: Line | Answers) -> str:
+    return ", ".join(row.promised)
+
+
+def with_rows(rows: Sequence[Line | Answers], heavy: Sequence[Line | Answers] = ()):
+    """A test of these rows."""
+    marked = [pytest.param(row, marks=pytest.mark.heavy) for row in heavy]
+    return pytest.mark.parametrize("row", [*rows, *marked], ids=named)
+
+
+@with_rows(LINES, HEAVY_LINES)
+def test_a_command_prints_and_writes_what_it_should(routes: Routes, row: Line):
+    path, topology = routes.new_path(), TOPOLOGIES[row.topology]
+    words = shlex.split(routes.filled(row.line.replace("{made}", path)))
+    printed = routes.command(*words, *topology, ranks=number_of_ranks(topology))
+    assert re.search(row.printed, "\n".join(printed)), printed
+    for end in row.made:
+        assert (routes.folder / f"{path}{end}").stat().st_size > 0, end
+
+
+def generated(routes: Routes, model: str) -> str:
+    asked = ("--image", IMAGE, "--prompt", QUESTION, *DRAWN.split())
+    answer = routes.command("generate", model, *asked)[0].removesuffix("\n")
+    assert re.search(r"\w", answer), repr(answer)
+    return answer
+
+
+def said(routes: Routes, model: str) -> str:
+    typed = f"{IMAGE} {QUESTION}\n"
+    return routes.command("chat", model, *DRAWN.split(), typed=typed)[0].removesuffix("\n")
+
+
+def served(routes: Routes, model: str, *more: str) -> str:
+    """The answer of a server that calls its model, or its adapters, `digits`."""
+    names = more or ("--served-model-name", "digits")
+    picture = base64.b64encode((routes.folder / IMAGE).read_bytes()).decode()
+    content = [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}},
+        {"type": "text", "text": QUESTION},
+    ]
+    with routes.started("serve", model, *names, "--port", "0") as server:
+        address = server.wait_for(r"http://127\.0\.0\.1:\d+/v1")[0]
+        with openai.OpenAI(base_url=address, api_key="x", max_retries=0) as client:
+            answer = client.chat.completions.create(
+                model="digits",
+                messages=[{"role": "user", "content": content}],
+                max_tokens=6,
+                extra_body={"top_k": 50},
+                **SETTINGS,
+            )
+        server.stop()
+    return answer.choices[0].message.content
+
+
+@with_rows(CHATS)
+def test_chat_and_a_server_give_the_answers_of_generate(routes: Routes, row: Answers):
+    model = str(routes.one_device(row.run))
+    found = {"chat": said, "serve": served}[row.command](routes, model)
+    assert found == generated(routes, model)
+
+
+@with_rows(ADAPTED)
+def test_merged_and_served_adapters_are_those_of_the_run(routes: Routes, row: Answers):
+    adapters = str(routes.one_device(row.run))
+    if row.command.startswith("serve"):
+        base = str(routes.one_device("packed"))
+        found = served(routes, base, "--lora-modules", f"digits={adapters}")
+        assert found == generated(routes, adapters)
+        return
+    checkpoint, merged = f"{adapters}/checkpoint-3", routes.new_path()
+    routes.command("merge", checkpoint, merged)
+    if row.run == "lora":
+        assert generated(routes, merged) == generated(routes, adapters)
+        return
+    found, wanted = (
+        load_file(routes.folder / folder / "model.safetensors")
+        for folder in (merged, f"{adapters}/final")
+    )
+    assert_close(found, wanted)
+
+
+@with_rows(EXPORTED, HEAVY_EXPORTED)
+def test_an_export_gives_the_answers_of_its_model(routes: Routes, row: Answers):
+    model = str(routes.one_device(row.run))
+    folder = f"{model}-exported"
+    routes.once(f"{row.run}-exported", lambda: routes.command("export", model, folder))
+    if row.command == "export":
+        question = [{"role": "user", "content": f"<image>{QUESTION}"}]
+        drawn = {"max_new_tokens": 6, "do_sample": True, **SETTINGS}
+        found = load(routes.folder / folder).ask(question, [routes.folder / IMAGE], **drawn)
+    else:
+        found = served(routes, folder)
+    assert found == generated(routes, model)
+
+
+@with_rows(SERVED, HEAVY_SERVED)
+def test_a_served_policy_acts_as_it_does(routes: Routes, row: Answers):
+    model = folder = str(routes.one_device(row.run))
+    # Of the two steps that it sees.
+    image = np.random.default_rng(0).integers(0, 255, (2, 56, 56, 3)).astype(np.uint8)
+    state, task = np.zeros((2, 4), np.float32), "move to the mark"
+    if row.command.endswith("export"):
+        folder = routes.new_path()
+        routes.command("export", model, folder)
+    with routes.started("serve-policy", folder, "--port", "0", "--seed", "1") as server:
+        address = server.wait_for(r"ws://127\.0\.0\.1:\d+")[0]
+        with connect(address) as client:
+            client.recv()
+            seen = {"prompt": task, "state": state, "camera0": image, "camera1": image}
+            client.send(OPENPI.pack(seen))
+            found = OPENPI.unpack(client.recv())["actions"]
+        server.stop()
+    policy = PI07LowLevelPolicy.from_pretrained(routes.folder / model / "final")
+    picture = image.transpose(0, 3, 1, 2)[None] / np.float32(255)
+    seen = {"prompt": [task], "state": state[None], "camera0": picture, "camera1": picture}
+    seen["obs_history_is_pad"] = np.zeros((1, 2), bool)
+    noise = sample_rng(1, Stream.FLOW, 0).standard_normal((1, 8, 8), dtype=np.float32)
+    assert_close({"actions": found[None]}, {"actions": policy.sample_actions(seen, noise)})
+
+
+@with_rows(PRECOMPUTED)
+def test_a_reference_in_advance_is_that_of_the_run(routes: Routes, row: Answers):
+    run, output = routes.one_device(row.run), routes.new_path()
+    routes.command("precompute-reference", f"{run}/config.yaml")
+    words = routes.settings(RUNS[row.run], ())
+    words += ["preference.precompute_ref_log_probs=true", f"train.output_dir={output}"]
+    routes.command("train", *words)
+    assert_equals(routes.folder / output, routes.folder / run)
