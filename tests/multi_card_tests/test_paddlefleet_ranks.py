@@ -1,15 +1,19 @@
 """PaddleFleet's layers with visual indices on several ranks, over Paddle's own pipeline engine.
 
-Guarantees, on 4 ranks, against stand-ins for PaddleFleet (tests/support/paddlefleet_standin):
+Guarantees, on 4 ranks, against stand-ins for PaddleFleet of today and of 0.3
+(tests/support/paddlefleet_standin):
 
 - sequence parallelism (mp 4): every rank's rows, and the gradients of the replicated embeddings and
   levels, equal one card's; one all-reduce sums the latter, whatever the number of levels, also on a
-  rank without visual tokens;
+  rank without visual tokens; today it has the levels alone;
+- multi-token prediction with images under it: the published numbers, to the bit;
 - pipeline (pp 2 with mp 2, and pp 4) through `fleet.distributed_model` with micro-batches of all
   kinds, text between them: the same, when levels cross stages or pass through one.
 
-One launch runs all checks.
+One launch a version runs all checks.
 """
+
+import importlib
 
 import numpy as np
 import paddle
@@ -21,9 +25,10 @@ from paddle_vl.parallel.gloo_fleet import install as install_gloo
 from paddle_vl.parallel.recorder import record_collectives
 from tests.support import paddlefleet_cases as cases
 from tests.support.launch import launch, outcome_of, run_checks
-from tests.support.paddlefleet_standin import use_stand_in
+from tests.support.paddlefleet_standin import VERSIONS, use_stand_in
 
 RANKS = 4
+MTP = ["images", "videos", "one sample", "all in one slice", "text"]
 PIPELINES = {"pp 2, mp 2": (2, 2), "pp 4": (4, 1)}
 
 
@@ -90,10 +95,35 @@ def sequence_parallel(name: str) -> None:
     assert kinds.count("all_gather") == 1, kinds
     assert kinds.count("all_reduce") == (name != "text"), kinds
     assert len(kinds) == 1 + (name != "text"), kinds
+    if name != "text":
+        tokens = sum(leaf.shape[0] for key, leaf in made.leaves.items() if key.endswith(" 0"))
+        # The parent of 0.3 cuts the sequence before the rows of images are placed.
+        sources = cases.LEVELS + (cases.stands_for() == "before")
+        summed_rows = next(call.shape for call in recording.calls if call.kind == "all_reduce")
+        assert summed_rows == (sources * tokens, cases.WIDTH)
     check_rows(hidden.numpy(), expected, RANKS)
     found = cases.gradients(model, made)
     found |= {key: summed(found[key]) for key in found if "mlp" in key}
     cases.assert_same(found, gradients)
+
+
+def multi_token_prediction(name: str) -> None:
+    start(1, RANKS)
+    base = importlib.import_module("paddlefleet.transformer.transformer_layer").TransformerLayer
+    depth = 2
+    text = cases.config(sequence_parallel=True, num_nextn_predict_layers=depth, specific_layer=base)
+    runs = []
+    for indexed in (True, False):
+        made = cases.batch(name, has_levels=False, num_more=depth)
+        model = cases.build(text, indexed)
+        hidden = model(dict(made.dict_args))
+        (
+            hidden * paddle.arange(hidden.size, dtype="float32").reshape(hidden.shape)
+        ).sum().backward()
+        runs.append((hidden.numpy(), cases.gradients(model, made)))
+    np.testing.assert_array_equal(runs[0][0], runs[1][0])
+    for key, gradient in runs[1][1].items():
+        np.testing.assert_array_equal(runs[0][1][key], gradient, err_msg=key)
 
 
 def pipeline(topology: str) -> None:
@@ -131,17 +161,19 @@ def pipeline(topology: str) -> None:
         np.testing.assert_allclose(found, total, rtol=2e-5, atol=1e-5, err_msg=key)
 
 
-def worker() -> dict:
+def worker(version: str) -> dict:
     assert install_gloo()
-    use_stand_in()
+    use_stand_in(version)
     checks = {name: lambda name=name: sequence_parallel(name) for name in cases.BATCHES}
     checks |= {name: lambda name=name: pipeline(name) for name in PIPELINES}
+    if version == "today":
+        checks |= {f"MTP, {name}": lambda name=name: multi_token_prediction(name) for name in MTP}
     return run_checks(checks)
 
 
-@pytest.fixture(scope="module")
-def outcomes():
-    return launch(worker, processes=RANKS)
+@pytest.fixture(scope="module", params=VERSIONS)
+def outcomes(request):
+    return launch(worker, processes=RANKS, arguments=[request.param])
 
 
 @pytest.mark.parametrize("name", cases.BATCHES)
@@ -152,3 +184,9 @@ def test_sequence_parallel_rows_and_gradients_equal_one_cards(outcomes, name):
 @pytest.mark.parametrize("name", PIPELINES)
 def test_pipeline_stages_hand_the_levels_on(outcomes, name):
     outcome_of(outcomes, name)
+
+
+@pytest.mark.parametrize("name", MTP)
+@pytest.mark.parametrize("outcomes", ["today"], indirect=True)
+def test_multi_token_prediction_with_images_gives_the_published_numbers(outcomes, name):
+    outcome_of(outcomes, f"MTP, {name}")

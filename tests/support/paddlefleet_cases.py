@@ -2,7 +2,7 @@
 
 Used with the stand-ins and with PaddleFleet itself: configurations and specs come from whichever of
 them `import paddlefleet` finds. The configuration of PaddleFleet itself is written from its
-published sources; no machine of this project has run it.
+published sources of 2026-11; no machine of this project has run it.
 """
 
 import importlib
@@ -44,17 +44,24 @@ class Batch(NamedTuple):
     leaves: dict[str, Tensor]
 
 
-def batch(name: str) -> Batch:
-    """A batch with drawn embeddings; the same at every call."""
-    rows = BATCHES[name]
+def batch(name: str, has_levels: bool = True, num_more: int = 0) -> Batch:
+    """A batch with drawn embeddings; the same at every call.
+
+    Args:
+        has_levels: with deepstack levels.
+        num_more: text tokens after each row, for multi-token prediction.
+    """
+    rows = [row + "a" * num_more for row in BATCHES[name]]
     ids = np.array([[{"#": IMAGE, "%": VIDEO}.get(c, 1) for c in row] for row in rows])
     ids += (ids == 1) * (np.arange(ids.size).reshape(ids.shape) % 20)
     generator = np.random.default_rng(len(name))
-    dict_args: dict[str, Any] = {"input_ids": paddle.to_tensor(ids.astype("int64"))}
+    count, length = ids.shape
+    positions = np.broadcast_to(np.arange(length), (3, *ids.shape)).astype("int64")
+    dict_args: dict[str, Any] = {
+        "input_ids": paddle.to_tensor(ids.astype("int64")),
+        "position_ids": paddle.to_tensor(positions),
+    }
     if not is_stand_in():
-        count, length = ids.shape
-        positions = np.broadcast_to(np.arange(length), ids.shape).astype("int64")
-        dict_args["position_ids"] = paddle.to_tensor(positions)
         dict_args["attention_mask"] = paddle.ones([count, 1, length, length], dtype="bool")
     leaves = {}
     for kind, token in (("image", IMAGE), ("video", VIDEO)):
@@ -63,20 +70,37 @@ def batch(name: str) -> Batch:
         dict_args[f"{kind}_embeds"] = dict_args[f"deepstack_{kind}_embeds"] = None
         if count:
             drawn = generator.standard_normal([1 + LEVELS, count, WIDTH]).astype("float32")
+            drawn = drawn if has_levels else drawn[:1]
             tensors = [paddle.to_tensor(one, stop_gradient=False) for one in drawn]
             leaves |= {f"{kind} {number}": tensor for number, tensor in enumerate(tensors)}
             dict_args[f"{kind}_embeds"] = tensors[0]
-            dict_args[f"deepstack_{kind}_embeds"] = tensors[1:]
+            dict_args[f"deepstack_{kind}_embeds"] = tensors[1:] or None
     return Batch(dict_args, leaves)
 
 
+def stands_for() -> str | None:
+    """The version of the stand-in; None for PaddleFleet itself."""
+    return getattr(importlib.import_module("paddlefleet"), "STANDS_FOR", None)
+
+
 def is_stand_in() -> bool:
-    return getattr(importlib.import_module("paddlefleet"), "IS_STAND_IN", False)
+    return stands_for() is not None
+
+
+def text_layer() -> type:
+    """The published text layer of Qwen3-VL, where a release has it."""
+    for home in ("paddlefleet", "paddleformers"):
+        name = f"{home}.transformers.qwen3_vl.modeling_fleet"
+        try:
+            return importlib.import_module(name).Qwen3VLTextTransformerLayer
+        except ModuleNotFoundError as error:
+            if error.name is None or not name.startswith(error.name):
+                raise
+    raise AssertionError("neither PaddleFleet nor PaddleFormers has Qwen3-VL's text layer")
 
 
 def config(**changed) -> Any:
     """A text configuration; for the stand-ins with the fields that they read."""
-    layer = importlib.import_module("paddlefleet.models.qwen3_vl.qwen3_vl_model")
     options = {
         "hidden_size": WIDTH,
         "num_hidden_layers": LAYERS,
@@ -84,19 +108,33 @@ def config(**changed) -> Any:
         "max_sequence_length": 64,
         "sequence_parallel": False,
         "pipeline_model_parallel_size": 1,
+        "tensor_model_parallel_size": 1,
+        "expert_model_parallel_size": 1,
         "num_empty_layers_add_in_head": 0,
+        "num_nextn_predict_layers": 0,
+        "separate_mtp_input": False,
         "recompute_granularity": None,
     }
     later = {
         "image_token_id": IMAGE,
         "video_token_id": VIDEO,
         "multimodal_embedding": True,
-        "specific_layer": layer.Qwen3VLTextTransformerLayer,
+        "specific_layer": text_layer(),
     }
     options |= {key: changed[key] for key in changed if key in options}
     later |= {key: changed[key] for key in changed if key not in options}
     if is_stand_in():
-        return SimpleNamespace(**options, **later, position_embedding_type="none")
+        fields = {
+            "head_dim": WIDTH // 4,
+            "mtp_load_weight_only": False,
+            "pad_token_id": 0,
+            "position_embedding_type": "mrope",
+            "rope_theta": 10000,
+            "rotary_percent": 1.0,
+            "swa_rope_theta": 10000,
+            "use_accuracy_compatible": False,
+        }
+        return SimpleNamespace(**(fields | options | later))
     made = importlib.import_module("paddlefleet.models.gpt.gpt_config").GPTConfig(
         **options,
         num_attention_heads=4,
@@ -107,9 +145,14 @@ def config(**changed) -> Any:
         attention_dropout=0.0,
         tie_word_embeddings=False,
         parallel_output=False,
-        position_embedding_type="rope",
+        position_embedding_type="mrope",
+        mrope_section=[4, 2, 2],
+        rope_theta=10000,
+        swa_rope_theta=10000,
+        num_empty_layers_add_in_tail=0,
+        separate_mtp_headloss=False,
+        layer_types=None,
         rotary_percent=1.0,
-        tensor_model_parallel_size=1,
         params_dtype=paddle.bfloat16,
     )
     for key, entry in later.items():
@@ -136,15 +179,9 @@ def _no_loss(*_) -> None:
     raise AssertionError("the spec's loss is not used")
 
 
-def build(text_config: Any, indexed: bool, embedding: Any = None, **options) -> Any:
-    """A model over `PipelineLayer`, as published or with `install`.
-
-    Args:
-        embedding: class of the embedding; None for the published spec's.
-    """
+def build(text_config: Any, indexed: bool, **options) -> Any:
+    """A model over `PipelineLayer`, as published or with `install`."""
     spec = make_spec(text_config)
-    if embedding is not None:
-        spec.sublayers_spec.embedding.layer = embedding
     if indexed:
         install(spec)
     options = {"num_stages": text_config.pipeline_model_parallel_size} | options
@@ -166,7 +203,7 @@ def weighted_sum(hidden: Tensor) -> Tensor:
 
 def loss_weights() -> Tensor:
     width = WIDTH if is_stand_in() else VOCAB
-    drawn = np.random.default_rng(7).standard_normal([4, 8, width])
+    drawn = np.random.default_rng(7).standard_normal([12, 8, width])
     return paddle.to_tensor(drawn.astype("float32"))
 
 
@@ -183,7 +220,7 @@ def literal(text_config: Any, name: str) -> tuple[np.ndarray, dict[str, np.ndarr
     first, *layers = model.run_function
     visual = [key for key in made.dict_args if key.endswith("_embeds")]
     outputs = first({key: made.dict_args[key] for key in made.dict_args if key not in visual})
-    outputs["hidden_states"] = _placed(first, made)
+    outputs["hidden_states"] = placed(first, made)
     mask, levels = _levels_in_order(made)
     if levels:
         outputs |= {"visual_pos_masks": mask, "deepstack_visual_emb": levels}
@@ -194,7 +231,8 @@ def literal(text_config: Any, name: str) -> tuple[np.ndarray, dict[str, np.ndarr
     return hidden.numpy(), gradients(model, made)
 
 
-def _placed(embedding: Any, made: Batch) -> Tensor:
+def placed(embedding: Any, made: Batch) -> Tensor:
+    """Embedded tokens `[B, S, D]` with every visual row put in place by itself."""
     ids = made.dict_args["input_ids"]
     text = embedding.embedding(input_ids=ids, position_ids=None)
     rows = [

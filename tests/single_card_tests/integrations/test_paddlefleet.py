@@ -1,25 +1,27 @@
 """PaddleFleet's embedding and text layers with visual indices, on one card.
 
-Guarantees, against stand-ins for PaddleFleet (tests/support/paddlefleet_standin) on Paddle's own
-`PipelineLayer` and specs:
+Guarantees, against stand-ins for PaddleFleet of today and of 0.3, which are in
+tests/support/paddlefleet_standin, on Paddle's own `PipelineLayer` and specs:
 
 - hidden states and all gradients equal those of the published layers, which search the mask in
   every level, and of a loop over tokens; with images and videos together, which crash the published
   `GPTEmbedding`, too;
+- where the published embedding can do multi-token prediction with images, so can this one, to the
+  bit, and entries that it gives keep their form;
 - under sequence parallelism every rank's rows equal its part of the whole; its index lists are
   those of `compute_visual_indices` with `layout="batch_slices"`;
 - no value is read on the host, and the mask is searched once per step and modality, not per level;
 - wrong input is refused; nothing is imported or changed before it is asked for.
 
-The tests run against PaddleFleet itself as well where it can be imported, except those that use a
-mock group or look into a stand-in. Over 350 lines, as all use one set of stand-ins.
+Where PaddleFleet itself can be imported, which needs a GPU, the tests run on it as well, except
+those that use a mock group or look into a stand-in. Over 350 lines, for one set of stand-ins.
 """
 
 import importlib
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import paddle
@@ -29,31 +31,45 @@ from paddle.distributed.fleet.meta_parallel import build_spec_layer
 
 from paddle_vl.batch.visual_index import RowPart, compute_visual_indices
 from paddle_vl.integrations import paddlefleet as integration
-from paddle_vl.integrations.paddlefleet import DEEPSTACK_KEYS, indexed_text_layer, install
+from paddle_vl.integrations.paddlefleet import (
+    DEEPSTACK_KEYS,
+    indexed_text_layer,
+    install,
+    switch_on,
+)
 from paddle_vl.testing import record_host_reads
 from tests.support import paddlefleet_cases as cases
-from tests.support.paddlefleet_standin import stand_in
+from tests.support.paddlefleet_standin import VERSIONS, stand_in
 
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture(scope="module", autouse=True, params=["stand-in", "PaddleFleet"])
+ITSELF = ["PaddleFleet"] if importlib.util.find_spec("paddlefleet") else []
+# Of tests of what a parent can do only if merging is a method of its own.
+merges = pytest.mark.parametrize("package", ["today", *ITSELF], indirect=True)
+
+
+@pytest.fixture(scope="module", autouse=True, params=[*VERSIONS, *ITSELF])
 def package(request):
-    if request.param == "PaddleFleet":
-        if importlib.util.find_spec("paddlefleet") is None:
-            pytest.skip("paddlefleet cannot be imported; its wheel needs a GPU build of Paddle")
+    if request.param in ITSELF:
         yield request.param
         return
-    with stand_in(), pytest.MonkeyPatch.context() as patch:
+    with stand_in(request.param), pytest.MonkeyPatch.context() as patch:
         if not paddle.is_compiled_with_cuda():
             # `PipelineLayer` asks for the number of the card.
             patch.setattr(ParallelEnv, "_device_id", 0, raising=False)
         yield request.param
 
 
+@pytest.mark.skipif(not ITSELF, reason="paddlefleet cannot be imported: its wheel needs a GPU")
+@pytest.mark.parametrize("package", ["PaddleFleet"], indirect=True)
+def test_the_tests_of_this_file_run_on_paddlefleet_itself():
+    assert not cases.is_stand_in()
+
+
 @pytest.fixture
 def _stand_in_only(package):
-    if package != "stand-in":
+    if package == "PaddleFleet":
         pytest.skip("looks into the stand-in")
 
 
@@ -61,6 +77,21 @@ def set_group(rank: int, size: int) -> None:
     """A mock group: the forward pass of a rank needs no collective."""
     group = SimpleNamespace(rank=rank, nranks=size, world_size=size)
     importlib.import_module("paddlefleet.parallel_state").set_tensor_model_parallel_group(group)
+
+
+def base_layer() -> type:
+    return importlib.import_module("paddlefleet.transformer.transformer_layer").TransformerLayer
+
+
+def assert_same_entries(found: dict, expected: dict) -> None:
+    """Equal to the bit, besides entries that only this embedding has."""
+    added = ("visual_update_indices", "visual_gather_indices")
+    assert [key for key in found if key not in added] == list(expected)
+    for key, value in expected.items():
+        pair = [one if isinstance(one, list) else [one] for one in (found[key], value)]
+        for one, other in zip(*pair, strict=True):
+            np.testing.assert_array_equal(one.numpy(), other.numpy(), err_msg=key)
+            assert one.dtype == other.dtype, key
 
 
 @pytest.fixture
@@ -90,23 +121,122 @@ def test_one_modality_equals_the_published_layers_to_the_bit(name):
         np.testing.assert_array_equal(gradient, expected_gradients[key], err_msg=key)
 
 
+@pytest.mark.usefixtures("_mock_group")
+@merges
+@pytest.mark.parametrize("name", cases.ONE_KIND)
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_output_of_the_merge_equals_the_published_one_to_the_bit(name, depth, size):
+    """The published merge with its wide masks is the reference, on every rank."""
+    config = cases.config(sequence_parallel=size > 1, num_nextn_predict_layers=depth)
+    for rank in range(size):
+        set_group(rank, size)
+        outputs = [
+            cases.build(config, indexed).run_function[0](
+                dict(cases.batch(name, depth == 0, num_more=depth).dict_args)
+            )
+            for indexed in (True, False)
+        ]
+        assert_same_entries(*outputs)
+        hidden = outputs[0]["hidden_states"]
+        assert all(
+            one.is_contiguous() for one in (hidden, *outputs[0].get("deepstack_visual_emb", []))
+        )
+
+
+@merges
+@pytest.mark.parametrize("name", ["videos", "images and videos", "one sample"])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("separate", [False, True], ids=["one entry", "separate"])
+def test_multi_token_prediction_sees_the_images_of_every_depth(name, depth, separate):
+    config = cases.config(
+        num_nextn_predict_layers=depth, separate_mtp_input=separate, specific_layer=base_layer()
+    )
+    runs = []
+    for indexed in (True, False):
+        made = cases.batch(name, has_levels=False, num_more=depth)
+        model = cases.build(config, indexed)
+        if not indexed and name == "images and videos":
+            # The published merge fails on both kinds: a loop over tokens in its place.
+            model.run_function[0]._merge_multimodal = lambda *_, made=made, model=model: (
+                cases.placed(model.run_function[0], made),
+                None,
+                None,
+            )
+        runs.append(cases.run(model, made))
+    np.testing.assert_array_equal(runs[0][0], runs[1][0])
+    for key, gradient in runs[0][1].items():
+        np.testing.assert_array_equal(gradient, runs[1][1][key], err_msg=key)
+    assert np.abs(runs[0][1][next(iter(made.leaves))]).min() > 0
+
+
+@merges
+@pytest.mark.parametrize("indexed", [True, False], ids=["indexed", "published"])
+def test_levels_with_multi_token_prediction_are_refused_by_the_parent(indexed):
+    config = cases.config(num_nextn_predict_layers=1)
+    with pytest.raises(ValueError, match="deepstack"):
+        cases.build(config, indexed)(dict(cases.batch("images", num_more=1).dict_args))
+
+
+@pytest.mark.usefixtures("_stand_in_only")
+@merges
+def test_what_the_parent_writes_into_its_input_reaches_the_caller():
+    config = cases.config(num_nextn_predict_layers=2, use_accuracy_compatible=True)
+    found = []
+    for indexed in (True, False):
+        dict_args = dict(cases.batch("images", has_levels=False, num_more=2).dict_args)
+        cases.build(config, indexed).run_function[0](dict_args)
+        found.append(dict_args["input_ids"].numpy())
+    np.testing.assert_array_equal(*found)
+    assert (found[0][:, -2:] == 0).all()
+
+
+@pytest.mark.usefixtures("_stand_in_only")
+@merges
+def test_further_entries_of_the_parent_stay(monkeypatch):
+    config = cases.config(expert_model_parallel_size=2)
+    outputs = [
+        cases.build(config, indexed).run_function[0](dict(cases.batch("images").dict_args))
+        for indexed in (True, False)
+    ]
+    assert_same_entries(*outputs)
+    assert {"input_ids", "rotary_pos_emb", "position_ids"} <= set(outputs[0])
+
+
+@pytest.mark.usefixtures("_stand_in_only")
+@pytest.mark.parametrize("name", ["images", "images and videos"])
+def test_a_level_that_is_not_contiguous_is_handed_on_contiguous(name):
+    """NCCL sends the memory of an entry as it lies."""
+    made = cases.batch(name)
+    for key in ("deepstack_image_embeds", "deepstack_video_embeds"):
+        levels = made.dict_args[key] or []
+        made.dict_args[key] = [level.T.contiguous().T for level in levels] or None
+    assert not made.dict_args["deepstack_image_embeds"][0].is_contiguous()
+    outputs = cases.build(cases.config(), indexed=True).run_function[0](dict(made.dict_args))
+    for entry in outputs.values():
+        entries = entry if isinstance(entry, list) else [entry]
+        assert all(one.is_contiguous() for one in entries)
+
+
+@pytest.mark.usefixtures("_stand_in_only")
+def test_embeddings_without_rows_are_those_of_the_published_layers():
+    runs = []
+    for indexed in (True, False):
+        made = cases.batch("text")
+        empty = [paddle.zeros([0, cases.WIDTH]) for _ in range(1 + cases.LEVELS)]
+        for one in empty:
+            one.stop_gradient = False
+        made.leaves.update({f"image {number}": one for number, one in enumerate(empty)})
+        made.dict_args.update(image_embeds=empty[0], deepstack_image_embeds=empty[1:])
+        runs.append(cases.run(cases.build(cases.config(), indexed), made))
+    np.testing.assert_array_equal(runs[0][0], runs[1][0])
+    assert runs[0][1]["image 0"].shape == runs[1][1]["image 0"].shape == (0, cases.WIDTH)
+
+
 def test_images_and_videos_together_crash_in_the_published_gpt_embedding():
     """If this fails, the stand-in or PaddleFleet handles both; the page then says too much."""
     with pytest.raises(ValueError, match="ReshapeOp"):
         cases.build(cases.config(), False)(dict(cases.batch("images and videos").dict_args))
-
-
-@pytest.mark.parametrize("indexed", [False, True], ids=["published", "indexed"])
-def test_images_and_videos_together_work_in_the_text_embedding_of_qwen3_vl(indexed):
-    """Of releases of PaddleFleet that have it."""
-    text_embedding = pytest.importorskip("paddlefleet.models.qwen3_vl.embedding")
-    config, name = cases.config(), "images and videos"
-    model = cases.build(config, indexed, text_embedding.Qwen3VLTextEmbedding)
-    assert isinstance(model.run_function[0], text_embedding.Qwen3VLTextEmbedding)
-    hidden, gradients = cases.run(model, cases.batch(name))
-    expected, expected_gradients = cases.literal(config, name)
-    np.testing.assert_array_equal(hidden, expected)
-    cases.assert_same(gradients, expected_gradients)
 
 
 @pytest.mark.usefixtures("_mock_group")
@@ -149,10 +279,9 @@ def test_the_embedding_adds_the_index_lists_of_the_batch_slices(name, rank, size
 
 
 @pytest.mark.parametrize(
-    ("name", "searches"), [("images", 1), ("videos", 1), ("images and videos", 3), ("text", 0)]
+    ("name", "searches"), [("images", 1), ("videos", 1), ("images and videos", 2), ("text", 0)]
 )
-def test_a_step_reads_nothing_on_the_host_and_searches_once_per_list(name, searches, monkeypatch):
-    """With both modalities: the token rows, the embeddings' order, and the number of images."""
+def test_a_step_reads_nothing_on_the_host_and_searches_once_per_kind(name, searches, monkeypatch):
     found = []
     nonzero = paddle.nonzero
     monkeypatch.setattr(paddle, "nonzero", lambda *args: found.append(args) or nonzero(*args))
@@ -239,14 +368,36 @@ def test_install_replaces_the_classes_and_nothing_else():
 
 
 @pytest.mark.usefixtures("_stand_in_only")
-def test_the_lines_of_the_page_switch_it_on(monkeypatch):
+def test_the_lines_of_the_page_switch_it_on(package, monkeypatch):
     page = (ROOT / "docs" / "paddlefleet.md").read_text(encoding="utf-8")
-    builders = importlib.import_module("paddlefleet.gpt_builders")
-    monkeypatch.setattr(builders, "get_gpt_spec", builders.get_gpt_spec)
+    names = ["paddlefleet.gpt_builders"]
+    if package == "today":
+        names.append("paddlefleet.transformers.qwen3_5.modeling_fleet")
+    for module in map(importlib.import_module, names):
+        monkeypatch.setattr(module, "get_gpt_spec", module.get_gpt_spec)
     exec(page.split("```python\n")[1].split("```")[0], {})
+    assert switch_on() == names
+    builders = importlib.import_module(names[0])
     embedding, *layers, _ = builders.gpt_builder(cases.config(), num_stages=1).run_function
+    assert type(embedding).__mro__[2].__name__ == "GPTEmbedding"
     assert type(embedding).__name__ == "IndexedGPTEmbedding"
     assert {type(layer).__name__ for layer in layers} == {"IndexedQwen3VLTextTransformerLayer"}
+    if package == "today":
+        config = cases.config(specific_layer=base_layer(), num_nextn_predict_layers=1)
+        qwen3_5 = importlib.import_module(names[1])
+        model = qwen3_5.build_qwen3_5_model(config, num_stages=1)
+        assert type(model.run_function[0]).__name__ == "IndexedGPTEmbedding"
+        assert type(model.run_function[1]) is base_layer()
+
+
+@pytest.mark.usefixtures("_stand_in_only")
+def test_layers_without_a_deepstack_step_and_text_models_stay_as_they_are():
+    spec = install(cases.make_spec(cases.config(specific_layer=base_layer())))
+    assert {layer.layer for layer in spec.sublayers_spec.transformer_layers} == {base_layer()}
+    assert spec.sublayers_spec.embedding.layer.__name__ == "IndexedGPTEmbedding"
+    text = cases.config(specific_layer=base_layer(), multimodal_embedding=False)
+    spec = install(cases.make_spec(text))
+    assert spec.sublayers_spec.embedding.layer.__name__ == "GPTEmbedding"
 
 
 @pytest.mark.usefixtures("_stand_in_only")
@@ -256,8 +407,8 @@ def test_install_refuses_layers_whose_level_is_uncertain_or_never_added():
         layer.extra_kwargs["layer_number"] = number
     with pytest.raises(ValueError, match="layer 0 has layer_number 0, .*head=1 it should be 1"):
         install(spec)
-    published = importlib.import_module("paddlefleet.transformer.transformer_layer")
-    spec = cases.make_spec(cases.config(specific_layer=published.TransformerLayerWithOverlap))
+    overlapped = type("TransformerLayerWithOverlap", (cases.text_layer(),), {})
+    spec = cases.make_spec(cases.config(specific_layer=overlapped))
     with pytest.raises(ValueError, match="forward_backward_overlap_scheduler to False"):
         install(spec)
     assert spec.sublayers_spec.embedding.layer.__name__ == "GPTEmbedding"
@@ -303,54 +454,35 @@ def test_embeddings_that_do_not_fit_are_refused(change, message):
 @pytest.mark.usefixtures("_mock_group")
 def test_settings_that_do_not_fit_are_refused():
     made = cases.batch("images")
+    model = cases.build(cases.config(), indexed=True)
+    model.run_function[0].config.multimodal_embedding = False
     with pytest.raises(ValueError, match="image_embeds with multimodal_embedding=False"):
-        cases.build(cases.config(multimodal_embedding=False), True)(dict(made.dict_args))
+        model(dict(made.dict_args))
     set_group(1, 2)
     short = {"input_ids": made.dict_args["input_ids"][:, 1:]}
     with pytest.raises((ValueError, AssertionError), match="divide"):
         cases.build(cases.config(sequence_parallel=True), True)(dict(made.dict_args) | short)
-    with pytest.raises(ValueError, match=r"expected \[4, 2, 'D'\]"):
-        cases.build(cases.config(sequence_parallel=True), True).run_function[0](
-            dict(made.dict_args), decoder_input=paddle.zeros([8, 2, cases.WIDTH])
-        )
 
 
-def test_a_given_decoder_input_takes_the_place_of_the_embedded_text():
-    embedding = cases.build(cases.config(), indexed=True).run_function[0]
-    made = cases.batch("images")
-    hidden = embedding(dict(made.dict_args), decoder_input=paddle.ones([2, 8, cases.WIDTH]))
-    visual = made.dict_args["input_ids"].numpy() == cases.IMAGE
-    found = hidden["hidden_states"].numpy()
-    np.testing.assert_array_equal(found[visual], made.leaves["image 0"].numpy())
-    assert (found[~visual] == 1).all()
+@pytest.mark.usefixtures("_stand_in_only")
+@pytest.mark.parametrize("by_key", [False, True], ids=["argument", "key"])
+def test_a_given_decoder_input_does_what_it_does_in_the_parent(by_key):
+    """Whoever gives rows has the images in them, as Qwen3.5 of PaddleFormers 1.2.0."""
+    rows, outputs = paddle.ones([2, 8, cases.WIDTH]), []
+    for indexed in (False, True):
+        dict_args = dict(cases.batch("images").dict_args)
+        if by_key:
+            dict_args |= {"decoder_input": rows, "input_ids": None}
+        embedding = cases.build(cases.config(), indexed).run_function[0]
+        outputs.append(embedding(dict_args, *([] if by_key else [rows])))
+    assert_same_entries(*outputs)
+    assert (outputs[1]["hidden_states"] == 1).all()
 
 
 def test_without_paddlefleet_the_classes_name_the_remedy(monkeypatch):
     """The module itself was imported at the top of this file, without any `paddlefleet`."""
     monkeypatch.setitem(sys.modules, "paddlefleet.models.gpt.gpt_embedding", None)
-    monkeypatch.setitem(sys.modules, "paddleformers", None)
     with pytest.raises(ImportError, match="needs PaddleFleet, .*install the paddlefleet wheel"):
         integration.IndexedGPTEmbedding  # noqa: B018
     with pytest.raises(AttributeError, match="no attribute 'Indexed'"):
         integration.Indexed  # noqa: B018
-
-
-@pytest.mark.usefixtures("_mock_group")
-def test_a_package_that_carries_the_same_modules_is_used_in_its_place(monkeypatch):
-    """As later PaddleFormers does, in `paddleformers.fleet`."""
-    monkeypatch.setitem(sys.modules, "elsewhere", ModuleType("elsewhere"))
-    state = importlib.import_module("paddlefleet.parallel_state")
-    monkeypatch.setitem(sys.modules, "elsewhere.parallel_state", state)
-    base = importlib.import_module("paddlefleet.models.gpt.gpt_embedding").GPTEmbedding
-    moved = type("GPTEmbedding", (base,), {"__module__": "elsewhere.models.gpt.gpt_embedding"})
-    asked = []
-    monkeypatch.setattr(
-        state, "get_tensor_model_parallel_group", lambda **_: asked.append(moved) or None
-    )
-    spec = cases.make_spec(cases.config(sequence_parallel=True))
-    spec.sublayers_spec.embedding.layer = moved
-    embedding = build_spec_layer(install(spec), num_stages=1).run_function[0]
-    embedding.embedding.tp_group = None
-    asked.clear()
-    embedding(dict(cases.batch("images").dict_args))
-    assert asked == [moved]

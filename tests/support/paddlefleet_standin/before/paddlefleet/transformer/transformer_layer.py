@@ -1,4 +1,4 @@
-"""STAND-IN. Contract of `src/paddlefleet/transformer/transformer_layer.py`:
+"""STAND-IN. Contract of `src/paddlefleet/transformer/transformer_layer.py` of PaddleFleet 0.3:
 
 - the constructor's parameters, `config`, `layer_number`, `full_recompute`;
 - `forward(dict_args)` returns the same entries with new `hidden_states`;

@@ -1,14 +1,15 @@
 """STAND-IN for `Qwen3VLTextTransformerLayer`, the literal behaviour to compare with.
 
-Contract of `src/paddlefleet/models/qwen3_vl/qwen3_vl_model.py`, and equally of PaddleFormers'
-`paddleformers/transformers/qwen3_vl/modeling_fleet.py`: the layer takes deepstack's entries among
-its other ones and gives them on; after its own computation, outside of recomputation, it adds the
-level of its `layer_number` at the mask's True places. Under sequence parallelism the levels are
-whole: for each sample, the numbers of visual tokens in all of it, before this rank's slice and in
-the slice are read on the host.
+Contract of the class in `paddlefleet/transformers/qwen3_vl/modeling_fleet.py` at commit 00662fa0,
+whose code is that of `paddleformers/transformers/qwen3_vl/modeling_fleet.py` in PaddleFormers
+1.2.0: the layer takes deepstack's entries among its other ones and gives them on, knows no MTP, and
+after its own computation, outside of recomputation, adds the level of its `layer_number` at the
+mask's True places. Under sequence parallelism the levels are whole: for each sample, the numbers of
+visual tokens in all of it, before this rank's slice and in the slice are read on the host.
 """
 
 import paddle
+from paddle.distributed.fleet.utils import recompute
 from paddlefleet.parallel_state import get_tensor_model_parallel_group
 from paddlefleet.transformer.transformer_layer import TransformerLayer
 
@@ -16,14 +17,18 @@ from paddlefleet.transformer.transformer_layer import TransformerLayer
 class Qwen3VLTextTransformerLayer(TransformerLayer):
     def forward(self, dict_args):
         levels, mask = dict_args.get("deepstack_visual_emb"), dict_args.get("visual_pos_masks")
-        outputs = super().forward(dict_args)
-        if levels and self.layer_number in range(len(levels)):
-            outputs["hidden_states"] = self._deepstack_process(
-                outputs["hidden_states"], mask, levels[self.layer_number]
+        dict_args.pop("position_ids", None)
+        if self.full_recompute:
+            hidden = recompute(
+                self._forward_impl, dict_args["hidden_states"], dict_args.get("attention_mask")
             )
-        return outputs
+        else:
+            hidden = self._forward_impl(**dict_args)
+        if levels and self.layer_number in range(len(levels)):
+            hidden = self._deepstack_process(hidden, mask, visual_embeds=levels[self.layer_number])
+        return {**dict_args, "hidden_states": hidden}
 
-    def _forward_impl(self, hidden_states, attention_mask=None, **others):
+    def _forward_impl(self, hidden_states, attention_mask=None, **kwargs):
         return super()._forward_impl(hidden_states, attention_mask)
 
     def _deepstack_process(self, hidden_states, visual_pos_masks, visual_embeds):

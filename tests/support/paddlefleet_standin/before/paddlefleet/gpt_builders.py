@@ -1,6 +1,6 @@
-"""STAND-IN. Contract of `src/paddlefleet/gpt_builders.py`: the builder makes the specs of the
-layers, whose numbers count the head-empty layers, calls `get_gpt_spec` by its name in this module,
-and builds the model.
+"""STAND-IN. Contract of `src/paddlefleet/gpt_builders.py` of PaddleFleet 0.3: the builder makes the
+specs of the layers, whose numbers count the head-empty layers, calls `get_gpt_spec` by its name in
+this module, and builds the model.
 """
 
 from paddle.distributed.fleet.meta_parallel import LayerSpec, build_spec_layer

@@ -1,4 +1,4 @@
-"""STAND-IN. Contract of `src/paddlefleet/models/gpt/gpt_layer_specs.py`:
+"""STAND-IN. Contract of `src/paddlefleet/models/gpt/gpt_layer_specs.py` of PaddleFleet 0.3:
 
 - `config.specific_layer` is the class of the text layers;
 - `get_gpt_spec` fixes the class of the embedding.

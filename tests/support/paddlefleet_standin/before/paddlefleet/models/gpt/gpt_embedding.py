@@ -1,4 +1,4 @@
-"""STAND-IN. Contract of `src/paddlefleet/models/gpt/gpt_embedding.py`:
+"""STAND-IN. Contract of `src/paddlefleet/models/gpt/gpt_embedding.py` of PaddleFleet 0.3:
 
 - the constructor's and `forward`'s parameters; `embedding` is built from the spec;
 - with `multimodal_embedding`, placeholders are searched, counted on the host (both kinds for each
@@ -7,7 +7,7 @@
 - levels are whole tensors `[M, D]`, given on as `deepstack_visual_emb` with `visual_pos_masks`;
 - with images and videos each level of either kind is viewed as `[all visual tokens, D]`, which
   fails as soon as both kinds have rows;
-- entries that are None are left out.
+- with a `decoder_input` images and videos are not looked at; entries that are None are left out.
 """
 
 from dataclasses import dataclass
@@ -57,6 +57,8 @@ class GPTEmbedding(nn.Layer):
     def forward(self, dict_args, decoder_input=None, packed_seq_params=None):
         input_ids, position_ids = dict_args["input_ids"], dict_args.get("position_ids")
         masks, levels = None, None
+        if input_ids is None and decoder_input is None:
+            decoder_input = dict_args.get("decoder_input")
         if decoder_input is None:
             hidden = self.embedding(input_ids=input_ids, position_ids=None)
             if self.multimodal_embedding:

@@ -1,5 +1,6 @@
 """STAND-IN. Contract of `src/paddlefleet/models/gpt/gpt_model.py`: a `PipelineLayer` of embedding,
-head-empty layers, text layers, tail-empty layers and head, each built from its spec.
+head-empty layers, text layers, MTP layers, tail-empty layers and head, each built from its spec (of
+0.3 and of the version stored as 61875826167).
 """
 
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ class GPTSublayersSpec:
     head_empty_layers: list | None = None
     transformer_layers: list | None = None
     tail_empty_layers: list | None = None
+    mtp: list | None = None
     lm_head: Any = None
 
 
@@ -24,6 +26,7 @@ class GPTModel(PipelineLayer):
             sublayers_spec.embedding,
             *sublayers_spec.head_empty_layers,
             *sublayers_spec.transformer_layers,
+            *(sublayers_spec.mtp or []),
             *sublayers_spec.tail_empty_layers,
             sublayers_spec.lm_head,
         ]

@@ -1,3 +1,0 @@
-"""STAND-IN for PaddleFleet, see tests/support/paddlefleet_standin."""
-
-IS_STAND_IN = True
