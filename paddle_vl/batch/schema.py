@@ -15,6 +15,9 @@ from typing import Annotated, Any, NamedTuple, TypedDict
 Array = Any
 # A batch of any family.
 Batch = Mapping[str, Any]
+# Of images and of videos: patches, and patches in time, height and width of each item.
+PIXELS = ("pixel_values", "pixel_values_videos")
+GRIDS = ("image_grid_thw", "video_grid_thw")
 # Fields that a loader of a mix of sources adds: tokens, and documents that begin, of each source;
 # int64, one number per source. They stay on the host and are taken out before the model.
 SOURCE_COUNTS = ("source_tokens", "source_documents")
@@ -68,7 +71,7 @@ class VLBatch(TextFields, total=False):
     image_grid_thw: Annotated[Array, Axes("I 3", "int64")]
     video_grid_thw: Annotated[Array, Axes("I 3", "int64")]
     # Places of these patches, images first: see `paddle_vl.batch.positions.PatchRows`. For the
-    # vision tower; from `VLBatchAdapter.prepared`, or with `own_patches`.
+    # vision tower; from `families.vlm.inputs.prepared`, or with `own_patches`.
     patch_coordinates: Annotated[Array, Axes("P 2", "int64")]
     patch_tap_rows: Annotated[Array, Axes("P 4", "int64")]
     patch_tap_weights: Annotated[Array, Axes("P 4", "float32")]
@@ -78,7 +81,7 @@ class VLBatch(TextFields, total=False):
     visual_source_indices: Annotated[Array, Axes("M", "int64")]
     # Offsets of packed samples, see `paddle_vl.batch.positions`. For attention; read on the host.
     cu_seqlens: Annotated[Array, Axes("S", "int32")]
-    # Where the sample of each token ends. For attention on a GPU; from `VLBatchAdapter.prepared`.
+    # Where the sample of each token ends. For attention on a GPU; from `prepared`.
     packed_key_ends: Annotated[Array, Axes("B L", "int32")]
     # Of a slice of the token rows under context parallelism, whose batch is one row: of each key of
     # all slices the places in this one after the last and of the first row that see it. For
@@ -102,8 +105,8 @@ class VLBatch(TextFields, total=False):
     # exact sizes. From `train_step`.
     expert_capacity: Any
     # Token rows that predict a label, and these labels; of a batch without any, row 0 and -100. The
-    # loss then needs no logits of other rows. From `VLBatchAdapter.prepared`, as are factors and
-    # sources of these labels.
+    # loss then needs no logits of other rows. From `prepared`, in place of labels, and of their
+    # factors and sources.
     target_rows: Annotated[Array, Axes("2 N", "int64")]
     target_weights: Annotated[Array, Axes("N", "float32")]
     target_sources: Annotated[Array, Axes("N", "int64")]

@@ -12,16 +12,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
-import numpy as np
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
 from paddle_vl.batch.schema import Batch
+from paddle_vl.batch.targets import IGNORE_INDEX
 from paddle_vl.nn.operations import device_tensor, slice_axis
 
-IGNORE_INDEX = -100
 BatchT = TypeVar("BatchT", bound=Batch)
 
 
@@ -89,17 +88,6 @@ def zero_terms(loss: Loss, num_sources: int = 0) -> Tensor:
     return paddle.zeros([len(loss.terms) + num_sources])
 
 
-def target_rows(targets_T: np.ndarray) -> np.ndarray:
-    """Numbers of the rows whose target is not `IGNORE_INDEX`, and these targets: `[2, N]` int64.
-
-    Row 0 if there is none: all ranks run the head, whatever their data.
-    """
-    rows_N = np.flatnonzero(targets_T != IGNORE_INDEX)
-    if not rows_N.size:
-        rows_N = np.zeros(1, dtype=np.int64)
-    return np.stack([rows_N, targets_T[rows_N]])
-
-
 class BatchAdapter(ABC, Generic[BatchT]):
     """Counts of a batch for the trainer, and its way into the model.
 
@@ -140,10 +128,6 @@ class BatchAdapter(ABC, Generic[BatchT]):
     def optional_branches(self, batch: BatchT) -> list[bool]:
         """Whether the batch needs each optional branch of the model."""
         return []
-
-    def prepared(self, batch: BatchT) -> BatchT:
-        """The batch with values that must be read on the host, before its arrays are copied."""
-        return batch
 
     def is_for_device(self, name: str) -> bool:
         """Whether a field is copied to the device; others stay on the host."""

@@ -29,6 +29,7 @@ from paddle_vl.families.vlm.inputs.collate import (
     SourcesCollator,
     VLCollator,
 )
+from paddle_vl.families.vlm.inputs.prepared import prepared
 from paddle_vl.families.vlm.objective import VLBatchAdapter, sliced
 from paddle_vl.families.vlm.own_pixels import with_own_pixels
 from paddle_vl.parallel import context_parallel
@@ -110,7 +111,7 @@ def batch_of(name: str, model: Any) -> dict[str, Any]:
     elif name == "long":
         of_rows = SourcesCollator(PackedCollator(collate), ("even", "odd"))
         rows = [samples]
-    batch: Any = of_rows(rows)
+    batch: Any = prepared(of_rows(rows), model.config.vision_config)
     del batch["source_targets"]
     ops = model.placement.ops
     if ops.context.size > 1:
@@ -118,8 +119,7 @@ def batch_of(name: str, model: Any) -> dict[str, Any]:
     batch = own_indices(batch, ops.row_part, ops.expert_part)
     if name != "experts":
         batch = with_own_pixels(batch, model.config.vision_config, ops)
-    adapter: Any = VLBatchAdapter(model.config.vision_config)
-    return adapter.to_device(adapter.prepared(batch))
+    return VLBatchAdapter().to_device(batch)
 
 
 def reference(name: str) -> tuple[float, np.ndarray, dict[str, np.ndarray]]:
@@ -233,7 +233,7 @@ def kept_by(topology: Topology | None, tokens: int, way: str = "gather") -> int:
             "position_ids": np.tile(np.arange(tokens), [3, 1, 1]), "has_left_padding": False,
         }  # fmt: skip
         if topology is not None:
-            fields = sliced(fields, model.placement.ops.context)
+            fields = sliced(prepared(fields), model.placement.ops.context)
         batch: Any = VLBatchAdapter().to_device(fields)
         with paddle.no_grad():
             model(**batch)  # Makes the tables that stay.

@@ -20,10 +20,10 @@ from paddle_vl.config.load import load_run_config
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.lane_share import LaneShare
 from paddle_vl.families.vlm.inputs import image_processor
-from paddle_vl.families.vlm.objective import VLBatchAdapter
 from paddle_vl.families.vlm.own_pixels import PIXELS
 from paddle_vl.train import lanes
 from paddle_vl.train.build import build_trainer
+from paddle_vl.train.feeding import feed
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.support.finished_runs import assert_equal_runs, assert_same_answers
 from tests.support.launch import launch
@@ -58,14 +58,12 @@ def decode(
     lanes.machine = lambda: f"machine {number}"
     counts, bytes_of = Counter(), Counter()
     load_rgb, share_made = image_processor.load_rgb, LaneShare.made
-    adapters: Any = VLBatchAdapter
-    prepare = adapters.prepared
+    counts_of = feed.counted
 
-    def prepared(adapter, batch):
-        batch = prepare(adapter, batch)
+    def taken(batch, *others):
         given = [batch[name] for name in (*PIXELS, "own_patches") if name in batch]
         counts["pixels"] += sum(each.nbytes for each in given)
-        return batch
+        return counts_of(batch, *others)
 
     def counted(source):
         counts["images"] += 1
@@ -79,7 +77,7 @@ def decode(
             bytes_of[share.reader, share.reads] += share.num_bytes - before
 
     image_processor.load_rgb, LaneShare.made = counted, made
-    adapters.prepared = prepared
+    feed.counted = taken
     config = load_run_config(run_file, [f"train.output_dir={output_dir}", *overrides])
     trainer = build_trainer(config)
     trainer.run()

@@ -37,18 +37,17 @@ IMAGE_SIZE = (1280, 960)
 
 def measure(settings: list[str], ranks_per_machine: int) -> dict[str, float]:
     """Numbers of this rank."""
+    from paddle_vl.batch.schema import PIXELS
     from paddle_vl.config.load import load_run_config
     from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
-    from paddle_vl.families.vlm.objective import VLBatchAdapter
-    from paddle_vl.families.vlm.own_pixels import PIXELS
     from paddle_vl.train import lanes
     from paddle_vl.train.build import build_trainer
+    from paddle_vl.train.feeding import feed
 
     machine = int(os.environ["PADDLE_TRAINER_ID"]) // ranks_per_machine
     found = {"machine": machine, "images": 0, "seconds": 0.0, "bytes": 0}
     images: Any = ImageProcessor
-    batches: Any = VLBatchAdapter
-    encode, prepare = images.encode_one, batches.prepared
+    encode, counted = images.encode_one, feed.counted
 
     def encoded(processor, source, with_pixels):
         begin = time.thread_time()
@@ -58,13 +57,12 @@ def measure(settings: list[str], ranks_per_machine: int) -> dict[str, float]:
             found["images"] += 1
             found["seconds"] += time.thread_time() - begin
 
-    def prepared(adapter, batch):
-        batch = prepare(adapter, batch)
+    def taken(batch, *others):
         given = [batch[name] for name in (*PIXELS, "own_patches") if name in batch]
         found["bytes"] += sum(each.nbytes for each in given)
-        return batch
+        return counted(batch, *others)
 
-    images.encode_one, batches.prepared = encoded, prepared
+    images.encode_one, feed.counted = encoded, taken
     lanes.machine = lambda: f"machine {machine}"
     build_trainer(load_run_config(str(ROOT / "configs/quickstart/digits.yaml"), settings)).run()
     return found

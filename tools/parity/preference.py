@@ -24,6 +24,7 @@ from paddle_vl.checkpoint.rules import by_parameter
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.families.vlm.inputs.collate import VLCollator
 from paddle_vl.families.vlm.inputs.preference import PreferenceCollator
+from paddle_vl.families.vlm.inputs.prepared import prepared
 from paddle_vl.families.vlm.objective import VLBatchAdapter
 from paddle_vl.families.vlm.preference.objective import PreferenceAdapter, PreferenceLoss
 from paddle_vl.families.vlm.preference.settings import PreferenceConfig
@@ -173,8 +174,8 @@ def reference_of(
 
 def batch_of(
     model: Any, case: PreferenceCase, settings: PreferenceConfig, is_packed: bool = False
-) -> dict[str, Any]:
-    """The case's inputs as the package's own batch."""
+) -> Any:
+    """The case's inputs as the package's own batch, prepared."""
     tensors, is_paired = case.tensors, "pairs" in case.meta
     rows, labels = tensors["in.input_ids"], case.meta.get("labels", [])
     merge = model.config.vision_config.spatial_merge_size
@@ -218,7 +219,7 @@ def batch_of(
             {**answer, "is_chosen": np.asarray(label)}
             for answer, label in zip(answers, labels, strict=True)
         ]
-        return collator([samples] if is_packed else samples)
+        return prepared(collator([samples] if is_packed else samples), config.vision_config)
     half = len(answers) // 2
     samples = [
         {
@@ -228,7 +229,7 @@ def batch_of(
         }
         for i in range(half)
     ]
-    return collator([samples] if is_packed else samples)
+    return prepared(collator([samples] if is_packed else samples), config.vision_config)
 
 
 def runner_of(
@@ -236,7 +237,7 @@ def runner_of(
 ) -> ComparingRunner:
     """The runner of a run with these settings."""
     loss = PreferenceLoss(settings, aux)
-    adapter = PreferenceAdapter(VLBatchAdapter(model.config.vision_config), loss)
+    adapter = PreferenceAdapter(VLBatchAdapter(), loss)
     own = reference if settings.has_reference else None
     return ComparingRunner(ModelRunner(model, loss, adapter), own, ONE_RANK)
 
@@ -259,7 +260,7 @@ def _answers(golden: PreferenceFolders, case: PreferenceCase, report: CaseReport
         settings = settings_of(name)
         runner = runner_of(model, settings, reference, aux)
         loss: PreferenceLoss = runner.loss
-        batch = runner.adapter.prepared(batch_of(model, case, settings))
+        batch = batch_of(model, case, settings)
         micro = counted(batch, runner.adapter)
         totals = agree_on_step([micro], loss)
         own = runner.adapter.synchronized(micro.batch, totals.needed[0], model)
@@ -370,7 +371,7 @@ def _trajectories(
         runner = runner_of(model, settings_of("sigmoid"), reference)
         parameters = [(n, p) for n, p in model.hf_named_parameters() if not p.stop_gradient]
         optimizer = Optimizer(parameters, config, decayed_names(dict(parameters), []))
-        batch = runner.adapter.prepared(batch_of(model, inputs, settings_of("sigmoid")))
+        batch = batch_of(model, inputs, settings_of("sigmoid"))
         for number, step in enumerate(trained["steps"]):
             outcome = train_step(
                 runner, optimizer, [counted(batch, runner.adapter)], config.learning_rate

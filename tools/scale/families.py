@@ -21,6 +21,7 @@ from paddle_vl.families.pi07.recipe import PI07Recipe
 from paddle_vl.families.policy.demonstrations.sample import NO_DROPS
 from paddle_vl.families.policy.tokenizers import PromptTokenizer
 from paddle_vl.families.vlm.inputs.collate import VLCollator
+from paddle_vl.families.vlm.inputs.prepared import prepared
 from paddle_vl.families.vlm.objective import sliced
 from paddle_vl.families.vlm.recipe import VLRecipe, model_shape
 from paddle_vl.nn.linear import default_dtype
@@ -115,7 +116,7 @@ class SizedVL(VLRecipe):
             model = make(self.model_config, placement, materialize=False)
         if self.config.model.lora is not None:
             model.add_lora(self.config.model.lora)
-        adapter, nothing = self.adapter_class(self.model_config.vision_config), lambda *_: None
+        adapter, nothing = self.adapter_class(), lambda *_: None
         return BuiltModel(model, adapter, nothing, nothing)
 
     def batch(self, built: BuiltModel, units: int) -> dict[str, Any]:
@@ -145,7 +146,7 @@ class SizedVL(VLRecipe):
             "pixel_values": np.zeros([images * side**2, config.vision_config.patch_dim], "float32"),
             "image_grid_thw": np.array([[1, side, side]] * images, np.int64),
         }
-        batch: Any = collate([sample])
+        batch: Any = prepared(collate([sample]), config.vision_config)
         if (context := ops.context).size > 1:
             batch = sliced(batch, context)
         return dict(own_indices(batch, ops.row_part, ops.expert_part))
@@ -208,4 +209,4 @@ class SizedPI07(PI07Recipe):
     def batch(self, built: BuiltModel, units: int) -> Any:
         batch: Any = built.collator([self.train_data[0]] * units)
         self.unit_rows = built.model.tokens.length(batch, presence_of(batch))
-        return batch
+        return self._adapter().prepared(batch)

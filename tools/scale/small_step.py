@@ -26,7 +26,7 @@ class SmallStep:
         batch, adapter = self.family.batch(built, units), built.adapter
         if (encoder := self.topology.encoder) is not None:
             batch |= {OTHER_LANES: [batch] * (encoder.grid.lanes_out - 1)}
-        micro_batch = counted(adapter.prepared(batch), adapter)
+        micro_batch = counted(batch, adapter)
         micro_batches = [micro_batch] * self.config.train.gradient_accumulation_steps
         runner, optimizer = self.engine.runner, self.engine.optimizer
         outcome = train_step(runner, optimizer, micro_batches, 1e-3, self.ranks)

@@ -13,12 +13,13 @@ import paddle
 from paddle import Tensor, nn
 
 from paddle_vl.batch.schema import Batch
+from paddle_vl.batch.targets import IGNORE_INDEX, target_rows
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.samples import Collator
 from paddle_vl.families.pi07.flow import as_tensors
 from paddle_vl.families.pi07.prefix import PrefixTokens, Presence, presence_of
 from paddle_vl.families.policy.demonstrations.sample import DrawnDemonstrations
-from paddle_vl.nn.objective import IGNORE_INDEX, BatchAdapter, Loss, target_rows
+from paddle_vl.nn.objective import BatchAdapter, Loss
 
 # The losses of the low-level policy and of the planner, each with its divisor in a batch: `MSE` of
 # the flow and `CE` of discrete actions; cross entropies of the planner's memory and response.
@@ -122,6 +123,7 @@ class PolicyBatchAdapter(BatchAdapter[Batch]):
         return list(presence_of(batch)) if self.agrees_on_presence else []
 
     def prepared(self, batch: Batch) -> Batch:
+        """The batch with what only the host knows: token slots with a target, and its fields."""
         batch = with_target_rows(batch)
         # With agreement `synchronized` sets it.
         return batch if self.agrees_on_presence else {**batch, "presence": presence_of(batch)}

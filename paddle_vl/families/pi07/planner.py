@@ -16,6 +16,7 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
+from paddle_vl.batch.targets import IGNORE_INDEX
 from paddle_vl.families.pi07.config import PI07PlannerConfig
 from paddle_vl.families.pi07.decoder import (
     DecoderOutput,
@@ -43,7 +44,7 @@ from paddle_vl.families.policy.acting import (
 from paddle_vl.families.policy.model_inputs import EOS, PlannerInputs
 from paddle_vl.families.policy.normalize import planner_normalizers
 from paddle_vl.nn.key_value_cache import KeyValueCache
-from paddle_vl.nn.objective import IGNORE_INDEX, TargetRows
+from paddle_vl.nn.objective import TargetRows
 from paddle_vl.nn.placement import Placement
 
 

@@ -189,11 +189,8 @@ class PI07Recipe(Family):
         policy.model.untrained_losses = frozenset(self.loss.terms) - {*self.loss.trained_terms}
         collator = PolicyCollator(policy.inputs)
         samples = self.train_data if self.eval_data is None else self.eval_data
-        agrees = self.config.parallel.branch_sync == "all_reduce"
-        make_example = partial(first_batch, samples, collator)
         is_colocated = self.config.parallel.schedule == "colocated"
-        adapter_class = ColocatedBatchAdapter if is_colocated else PolicyBatchAdapter
-        adapter = adapter_class(make_example, agrees, policy.model.tokens)
+        adapter = self._adapter(partial(first_batch, samples, collator), policy.model.tokens)
         # Of adapters, final/ has the merged policy.
         save = of_step = policy.save_pretrained
         if policy.model.adapter is not None:
@@ -212,6 +209,18 @@ class PI07Recipe(Family):
             save_streamed=save,
             measure=measure,
         )
+
+    def _adapter(self, make_example: Any = dict, tokens: Any = None) -> PolicyBatchAdapter:
+        parallel = self.config.parallel
+        is_colocated = parallel.schedule == "colocated"
+        adapter_class = ColocatedBatchAdapter if is_colocated else PolicyBatchAdapter
+        return adapter_class(make_example, parallel.branch_sync == "all_reduce", tokens)
+
+    def loader(self, *data: Any, **settings: Any) -> PrefetchLoader:
+        loader = super().loader(*data, **settings)
+        # What only the host knows, before arrays go to the device.
+        loader.own_rows = self._adapter().prepared
+        return loader
 
     @classmethod
     def action_errors(

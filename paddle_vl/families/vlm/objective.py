@@ -13,31 +13,20 @@ import numpy as np
 import paddle
 from paddle import Tensor, concat, nn
 
-from paddle_vl.batch.positions import key_ends, patch_places, real_lengths
+from paddle_vl.batch.positions import real_lengths
 from paddle_vl.batch.row_slices import RowSlice
-from paddle_vl.batch.schema import WHOLE_ROWS, VLBatch
+from paddle_vl.batch.schema import GRIDS, WHOLE_ROWS, VLBatch
+from paddle_vl.batch.targets import IGNORE_INDEX
+from paddle_vl.families.vlm.inputs.prepared import prepared
 from paddle_vl.families.vlm.model import VLOutput
-from paddle_vl.families.vlm.own_pixels import GRIDS, PIXELS
-from paddle_vl.nn.objective import IGNORE_INDEX, BatchAdapter, Loss, target_rows
+from paddle_vl.nn.objective import BatchAdapter, Loss
 from paddle_vl.nn.placement import Context
 
-# Labels, their factors and sources reach the device as `target_rows`, `target_weights` and
-# `target_sources`.
-_HOST_ARRAYS = frozenset(
-    {
-        *GRIDS,
-        "cu_seqlens",
-        "labels",
-        "loss_weights",
-        "label_sources",
-        "label_branches",
-        "visual_rows_of_ranks",
-    }
-)
+_HOST_ARRAYS = frozenset({*GRIDS, "cu_seqlens", "visual_rows_of_ranks"})
 
 # Of a slice: what is counted in the whole batch, and what is not in it.
 _COUNTED = ("attention_mask", "cu_seqlens", "target_rows", *GRIDS)
-_CUT = ("labels", "loss_weights", "label_sources", "cu_seqlens", "visual_source_indices")
+_CUT = ("cu_seqlens", "packed_key_ends", "visual_source_indices")
 _OF_TARGETS = ("target_weights", "target_sources")
 
 
@@ -86,13 +75,11 @@ class VLBatchAdapter(BatchAdapter[VLBatch]):
     """Batches of `VLCollator`. The one optional branch is the vision tower.
 
     Args:
-        vision: a tower's configuration, to lay out the patches here and copy their layout with the
-            batch; None where the model does it.
         capacity_factor: `parallel.expert_capacity_factor`.
     """
 
-    def __init__(self, vision: Any = None, capacity_factor: float | None = None):
-        self.vision, self.capacity_factor = vision, capacity_factor
+    def __init__(self, capacity_factor: float | None = None):
+        self.capacity_factor = capacity_factor
 
     def counts(self, batch: VLBatch) -> list[int]:
         return [batch["num_target_tokens"]]
@@ -119,24 +106,11 @@ class VLBatchAdapter(BatchAdapter[VLBatch]):
     def optional_branches(self, batch: VLBatch) -> list[bool]:
         return [has_visual(batch)]
 
-    def prepared(self, batch: VLBatch) -> VLBatch:
-        """With target rows, and what the model would otherwise copy to the device in every step:
-        the layout of the patches, and the ends of packed samples."""
-        found: Any = dict(batch)
-        grids = [found[name] for name in GRIDS if name in found]
-        # Not where the places of a rank's own patches are there, or it has none.
-        if self.vision is not None and not found.keys().isdisjoint(PIXELS):
-            found |= patch_places(np.concatenate(grids), self.vision)
-        if "cu_seqlens" in found:
-            ends = key_ends(found["cu_seqlens"], found["input_ids"].shape[1])
-            found["packed_key_ends"] = ends
-        return with_target_rows(found)
-
     def is_for_device(self, name: str) -> bool:
         return name not in _HOST_ARRAYS
 
     def to_device(self, batch: VLBatch) -> VLBatch:
-        fields = {n: v for n, v in with_target_rows(batch).items() if n != WHOLE_ROWS}
+        fields = {name: value for name, value in batch.items() if name != WHOLE_ROWS}
         return super().to_device(cast(VLBatch, fields))
 
     def synchronized(self, batch: VLBatch, needed: Sequence[int], model: nn.Layer) -> VLBatch:
@@ -146,40 +120,13 @@ class VLBatchAdapter(BatchAdapter[VLBatch]):
 
     def idle_batch(self, model: nn.Layer) -> VLBatch:
         ops = model.placement.ops
-        empty = empty_batch(ops.row_part.size * ops.context.size)
-        if ops.context.size == 1:
-            return empty
-        return sliced(empty, ops.context)
+        empty = prepared(empty_batch(ops.row_part.size * ops.context.size))
+        return empty if ops.context.size == 1 else sliced(empty, ops.context)
 
 
 def whole_rows(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     """The batch, or what counts need of the whole one that it is a slice of."""
     return batch.get(WHOLE_ROWS, batch)
-
-
-def with_target_rows(batch: VLBatch) -> VLBatch:
-    """The batch with `target_rows`, and `target_weights`, `target_sources` and `target_branches` if
-    its labels have factors, sources and answers of pairs that they belong to.
-
-    Unchanged if it has them, or no labels on the host.
-    """
-    labels_BL = batch.get("labels")
-    if "target_rows" in batch or not isinstance(labels_BL, np.ndarray):
-        return batch
-    # Row i predicts label i + 1; the last row of a sample predicts nothing.
-    targets_BL = np.full_like(labels_BL, IGNORE_INDEX)
-    targets_BL[:, :-1] = labels_BL[:, 1:]
-    targets_T = targets_BL.reshape(-1)
-    added: Any = {"target_rows": target_rows(targets_T)}
-    if "loss_weights" in batch:
-        weights_T = np.roll(batch["loss_weights"], -1, axis=1).reshape(-1)
-        added["target_weights"] = weights_T[added["target_rows"][0]]
-    fields: Any = batch
-    for name in ("sources", "branches"):
-        if f"label_{name}" in batch:
-            numbers_T = np.roll(fields[f"label_{name}"], -1, axis=1).reshape(-1)
-            added[f"target_{name}"] = numbers_T[added["target_rows"][0]].astype(np.int64)
-    return cast(VLBatch, {**batch, **added})
 
 
 def has_visual(batch: VLBatch) -> bool:
@@ -210,16 +157,16 @@ def with_unused_image(batch: VLBatch, vision: Any) -> VLBatch:
 def sliced(batch: VLBatch, context: Context) -> VLBatch:
     """A context-parallel rank's slice of a batch, see `paddle_vl.batch.row_slices`: one row.
 
-    Images are in it whole, as every rank may hold some tokens of each. Labels are shifted before
-    the cut: a slice has the targets of its rows, and no labels.
+    Images are in it whole, as every rank may hold some tokens of each. A slice has the targets of
+    its rows.
 
     Args:
-        batch: of the collator, or `empty_batch`; padded on the right.
+        batch: as `prepared`, padded on the right.
 
     Raises:
         ValueError: `size` does not divide the token rows.
     """
-    whole: Any = with_target_rows(batch)
+    whole: Any = batch
     rows, length = whole["input_ids"].shape
     offsets_S = whole.get("cu_seqlens", np.arange(rows + 1) * length)
     offsets_S = offsets_S.astype(np.int64)
@@ -248,7 +195,7 @@ def _own_targets(whole: Any, own: RowSlice) -> dict[str, np.ndarray]:
     if chosen_N.any():
         found = {"target_rows": np.stack([own.places[rows_N[chosen_N]], targets_N[chosen_N]])}
         return found | {name: whole[name][chosen_N] for name in _OF_TARGETS if name in whole}
-    # The head runs on a row without a target, see `paddle_vl.nn.objective.target_rows`.
+    # The head runs on a row without a target, see `paddle_vl.batch.targets.target_rows`.
     found = {"target_rows": np.array([[0], [IGNORE_INDEX]])}
     return found | {name: np.zeros_like(whole[name][:1]) for name in _OF_TARGETS if name in whole}
 

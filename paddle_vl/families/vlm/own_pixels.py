@@ -12,12 +12,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from paddle_vl.batch.positions import patch_places
-from paddle_vl.batch.schema import VLBatch
+from paddle_vl.batch.positions import PATCH_FIELDS, patch_places
+from paddle_vl.batch.schema import GRIDS, PIXELS, VLBatch
 from paddle_vl.nn.placement import RegionOps
 
-PIXELS = ("pixel_values", "pixel_values_videos")
-GRIDS = ("image_grid_thw", "video_grid_thw")
+_OF_PATCHES = (*PIXELS, *PATCH_FIELDS)
 
 
 def with_own_pixels(batch: VLBatch, vision: Any, ops: RegionOps | None) -> VLBatch:
@@ -34,7 +33,7 @@ def with_own_pixels(batch: VLBatch, vision: Any, ops: RegionOps | None) -> VLBat
     pixels = [fields[name] for name in PIXELS if name in fields]
     if not pixels:
         return batch
-    rest = {name: value for name, value in fields.items() if name not in PIXELS}
+    rest = {name: value for name, value in fields.items() if name not in _OF_PATCHES}
     if ops is None:
         return cast(VLBatch, rest)
     grids = [fields[name] for name in GRIDS if name in fields]
@@ -54,7 +53,7 @@ def without_pixels(batch: VLBatch) -> VLBatch:
     fields: Any = batch
     if "numbers" in fields:
         return batch
-    return cast(VLBatch, {name: value for name, value in fields.items() if name not in PIXELS})
+    return cast(VLBatch, {name: value for name, value in fields.items() if name not in _OF_PATCHES})
 
 
 def _rows_of(arrays: Sequence[np.ndarray], grid_thw: np.ndarray, items: np.ndarray) -> np.ndarray:

@@ -10,18 +10,16 @@ to add), plus the rows that hold `[2, E]` routing sums.
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import paddle
 from paddle import Tensor
 
 from paddle_vl.batch.positions import PATCH_FIELDS
-from paddle_vl.batch.schema import WHOLE_ROWS
+from paddle_vl.batch.schema import PIXELS, WHOLE_ROWS
 from paddle_vl.families.vlm.layers import decoder_positions
 from paddle_vl.families.vlm.model import VLForConditionalGeneration, VLOutput
 from paddle_vl.families.vlm.moe import LoadBalance
-from paddle_vl.families.vlm.objective import with_target_rows
-from paddle_vl.families.vlm.own_pixels import PIXELS
 
 # Assumed share of visual tokens in the cost of the vision tower.
 VISUAL_SHARE = 0.5
@@ -29,9 +27,8 @@ _PIXELS = (*PIXELS, "own_patches", "visual_rows_of_ranks", *PATCH_FIELDS)
 _VISUAL_FIELDS = (*_PIXELS, "image_grid_thw", "video_grid_thw")
 _NOT_FOR_DECODER = (
     *_PIXELS,
-    *("labels", "num_target_tokens", "loss_weights", "target_rows", "target_weights"),
-    WHOLE_ROWS,
-    *("label_sources", "target_sources", "num_sources", "returns_log_probs", "returns_choices"),
+    *("num_target_tokens", "target_rows", "target_weights", "target_sources", "num_sources"),
+    *("returns_log_probs", "returns_choices", WHOLE_ROWS),
     "caches",
 )
 
@@ -146,17 +143,16 @@ class VLStage:
         x_TD = model.language_model.run_layers(self.layers, x_TD, levels, inputs, caches, balance)
         if self.is_last:
             hidden_TD = model.language_model.norm(x_TD)
-            targets: Any = with_target_rows(cast(Any, batch))
             return model.losses(
                 hidden_TD,
-                targets["target_rows"],
-                targets["num_target_tokens"],
+                batch["target_rows"],
+                batch["num_target_tokens"],
                 balance,
-                targets.get("target_weights"),
-                targets.get("target_sources"),
-                targets.get("num_sources", 0),
-                targets.get("returns_log_probs", False),
-                targets.get("returns_choices", False),
+                batch.get("target_weights"),
+                batch.get("target_sources"),
+                batch.get("num_sources", 0),
+                batch.get("returns_log_probs", False),
+                batch.get("returns_choices", False),
             )
         left = [levels[g] for g in self.travelling(self.layers.stop) if g in levels]
         if balance is not None:

@@ -20,7 +20,7 @@ from paddle_vl.data.corpus.loader import CorpusLoader
 from paddle_vl.data.loader import Packing, PrefetchLoader
 from paddle_vl.data.packing import RowBudget
 from paddle_vl.data.sample_lengths import sample_lengths
-from paddle_vl.data.samples import Collator
+from paddle_vl.data.samples import Collator, SampleSource
 from paddle_vl.data.shown_sample import ShownSample
 from paddle_vl.families.base import (
     BuiltModel,
@@ -47,6 +47,7 @@ from paddle_vl.families.vlm.inputs.corpus import Corpus
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.open_data import open_conversations
 from paddle_vl.families.vlm.inputs.preference import PreferenceReader, sides_of
+from paddle_vl.families.vlm.inputs.prepared import PreparedCollator
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.inputs.synthetic import write_conversations
 from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer
@@ -186,7 +187,7 @@ class VLRecipe(Family):
         own = model.generation_config or GenerationConfig()
         model.generation_config = own.with_ends_of(self.processor.generation_config)
         factor = self.config.parallel.expert_capacity_factor
-        adapter = self.adapter_class(self.model_config.vision_config, factor)
+        adapter = self.adapter_class(factor)
         if self.answers is not None:
             adapter = PreferenceAdapter(adapter, self.answers.loss)
         return BuiltModel(
@@ -219,7 +220,8 @@ class VLRecipe(Family):
         if not isinstance(self.train_data, ConversationData):
             size = train.per_device_train_batch_size
             rows = cast(VLCollator, collator)
-            loader = self.train_data.train_loader(rows, size, ranks.data_rank, ranks.data_size)
+            shard = (size, ranks.data_rank, ranks.data_size)
+            loader = self.train_data.train_loader(rows, *shard, self._prepared)
             self._divide(loader)
             return loader
         samples: Any = self.train_data
@@ -253,10 +255,15 @@ class VLRecipe(Family):
             seed=train.seed,
         )
 
-    def loader(self, *data: Any, **settings: Any) -> PrefetchLoader:
-        loader = super().loader(*data, **settings)
+    def loader(
+        self, samples: SampleSource, collator: Collator, *shard: Any, **settings: Any
+    ) -> PrefetchLoader:
+        loader = super().loader(samples, self._prepared(collator), *shard, **settings)
         self._divide(loader)
         return loader
+
+    def _prepared(self, collator: Any) -> PreparedCollator:
+        return PreparedCollator(collator, self.model_config.vision_config)
 
     def _divide(self, loader: PrefetchLoader | CorpusLoader) -> None:
         """What of its lane's batches this rank takes."""

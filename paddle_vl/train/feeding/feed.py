@@ -161,9 +161,7 @@ class BatchFeed:
             # The device was busy throughout, so the wait delayed nothing.
             wait_s = 0.0
         place = DataPlace.of(self._data)
-        micro_batches = [
-            counted(adapter.prepared(batch), adapter, self._count_flops) for batch in batches
-        ]
+        micro_batches = [counted(batch, adapter, self._count_flops) for batch in batches]
         # Nothing refers to the arrays after this, so a CPU has their memory for the step.
         batches = [micro_batch.batch for micro_batch in micro_batches]
         with phase(Phase.HOST_TO_DEVICE):

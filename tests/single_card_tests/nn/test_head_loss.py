@@ -12,11 +12,13 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.families.vlm.objective import VLBatchAdapter, empty_batch, with_target_rows
+from paddle_vl.batch.targets import IGNORE_INDEX, target_rows
+from paddle_vl.families.vlm.inputs.prepared import prepared, with_target_rows
+from paddle_vl.families.vlm.objective import VLBatchAdapter, empty_batch
 from paddle_vl.nn import objective
 from paddle_vl.nn.linear import VocabHead
 from paddle_vl.nn.lora import LowRankSettings
-from paddle_vl.nn.objective import IGNORE_INDEX, TargetRows, target_rows
+from paddle_vl.nn.objective import TargetRows
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.testing import (
     assert_equals_single_device,
@@ -264,7 +266,7 @@ def test_the_rows_are_known_without_reading_the_device():
         batch["video_grid_thw"],
     )
     batch["has_left_padding"] = False
-    on_device = adapter.to_device(adapter.prepared(batch))
+    on_device = adapter.to_device(prepared(batch))
     with record_host_reads() as reads:
         adapter.forward(model, on_device).loss.backward()
     assert [place for place in reads if "nn/attention_masks.py" not in place] == []

@@ -116,7 +116,7 @@ def test_no_logits_of_all_rows_are_made(monkeypatch):
     model = parity.loaded(FOLDERS, case)
     settings = parity.settings_of("sigmoid")
     runner = parity.runner_of(model, settings, None)
-    batch = runner.adapter.prepared(parity.batch_of(model, case, settings))
+    batch = parity.batch_of(model, case, settings)
     wanted = runner.values([batch], lambda output: output.log_probs)[0].numpy()
     most: list[int] = []
     logits = model.lm_head._logits

@@ -12,6 +12,7 @@ import paddle
 import pytest
 
 from paddle_vl.config.load import load_run_config
+from paddle_vl.families.vlm.inputs.prepared import prepared
 from paddle_vl.families.vlm.objective import VLBatchAdapter
 from paddle_vl.nn.operations import rows_in_order
 from paddle_vl.testing import (
@@ -85,8 +86,8 @@ def test_ranks_that_divide_the_towers_work_copy_nothing_for_it(family):
             losses = tiny_pi07(placement)(tiny_pi07_batch())
             (losses["MSE"] + losses["CE"]).backward()
             return
-        adapter = VLBatchAdapter(tiny_qwen3_vl_config().vision_config)
-        batch = adapter.to_device(adapter.prepared(tiny_qwen3_vl_batch()))
+        vision = tiny_qwen3_vl_config().vision_config
+        batch = VLBatchAdapter().to_device(prepared(tiny_qwen3_vl_batch(), vision))
         tiny_qwen3_vl(placement)(**batch).loss.backward()
 
     with record_device_copies() as copies:

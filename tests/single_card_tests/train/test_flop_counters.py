@@ -71,7 +71,6 @@ def counted(family, built, batch, monkeypatch) -> tuple[int, int]:
 def test_a_language_run_counts_what_it_runs(overrides, run_file, monkeypatch):
     base = ["model.config=null", f"model.pretrained={run_file.with_name('base')}"]
     family, built, counter, batch = prepared(run_file, *base, *overrides)
-    batch = built.adapter.prepared(batch)
     expected = counted(family, built, batch, monkeypatch)
     assert (counter.forward(batch), counter(batch)) == expected
 

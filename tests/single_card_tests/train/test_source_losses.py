@@ -22,7 +22,8 @@ from paddle_vl.families.vlm.inputs.collate import (
     sources_of_tokens,
     with_label_sources,
 )
-from paddle_vl.families.vlm.objective import VLLoss, with_target_rows
+from paddle_vl.families.vlm.inputs.prepared import with_target_rows
+from paddle_vl.families.vlm.objective import VLLoss
 from paddle_vl.nn import objective
 from paddle_vl.train.reporting.metrics import StepMeter
 from paddle_vl.train.reporting.reporter import by_rank

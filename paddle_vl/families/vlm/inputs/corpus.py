@@ -1,7 +1,7 @@
 """Pretraining data of a run: its sources, the loader of packed rows, and samples to evaluate."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -103,12 +103,18 @@ class Corpus:
         return [source.name for source in self.sources]
 
     def train_loader(
-        self, collator: VLCollator, batch_size: int, rank: int, size: int
+        self,
+        collator: VLCollator,
+        batch_size: int,
+        rank: int,
+        size: int,
+        prepared: Callable[[Any], Any] = lambda collator: collator,
     ) -> CorpusLoader:
         """Endless batches of rows of the mix.
 
         Args:
             batch_size: rows per batch and data-parallel rank.
+            prepared: makes of a collator one whose batches are complete.
         """
         data = self.data
         mix = mix_of(self.configs, self.sources, data.temperature, self.seed)
@@ -135,7 +141,9 @@ class Corpus:
         }
         return CorpusLoader(
             maker,
-            PieceCollator(collator, data.packing, weights, names if len(names) > 1 else ()),
+            prepared(
+                PieceCollator(collator, data.packing, weights, names if len(names) > 1 else ())
+            ),
             batch_size,
             names=self.names,
             num_documents=len(self),

@@ -35,7 +35,7 @@ SIDES = ("chosen", "rejected")
 MISMATCHED = "mismatched_answers"
 REFERENCE = "reference_log_probs"
 PREFERENCE_FIELDS = (
-    "label_branches", "target_branches", "answer_lengths", "is_chosen", "is_real", "num_compared",
+    "target_branches", "answer_lengths", "is_chosen", "is_real", "num_compared",
     "num_chosen", "num_rejected", "num_chosen_tokens", "num_rejected_tokens", "num_batches",
     "has_other", "num_with_other", REFERENCE, MISMATCHED,
 )  # fmt: skip
@@ -201,7 +201,7 @@ class PreferenceCollator:
         batch = self._collated(answers, numbers)
         batch |= self._shared_visual(batch, answers, pixels)
         batch["returns_log_probs"] = True
-        batch |= _answer_fields(batch, answers, self.is_paired)
+        batch |= _answer_fields(_of_targets(batch), answers, self.is_paired)
         if self.ld_alpha is not None:
             batch["loss_weights"] = self._length_weights(batch)
         given = [sample[REFERENCE] for samples in samples_of_rows for sample in samples
@@ -285,7 +285,7 @@ class PreferenceCollator:
             exchanged.append(answer._replace(sample={**own, **texts}))
         batch = self._collated(exchanged, numbers)
         batch["returns_log_probs"] = True
-        batch |= _answer_fields(batch, exchanged, self.is_paired)
+        batch |= _answer_fields(_of_targets(batch), exchanged, self.is_paired)
         return {name: value for name, value in batch.items() if name not in VISUAL_KEYS}
 
 
@@ -322,13 +322,20 @@ def _text(sample: Sample) -> dict[str, np.ndarray]:
     return {key: sample[key] for key in names if key in sample}
 
 
+def _of_targets(batch: Mapping[str, Any]) -> np.ndarray:
+    """Number of the answer that each target token belongs to."""
+    return batch["label_branches"][:, 1:][batch["labels"][:, 1:] != IGNORED_LABEL]
+
+
 def _answer_fields(
-    batch: Mapping[str, Any], answers: Sequence[_Answer], is_paired: bool
+    numbers_N: np.ndarray, answers: Sequence[_Answer], is_paired: bool
 ) -> dict[str, Any]:
-    """The values of each answer; of a batch without any those of one pair that does not count."""
-    is_target_BL = batch["labels"][:, 1:] != IGNORED_LABEL
-    numbers = batch["label_branches"][:, 1:][is_target_BL]
-    lengths_S = np.bincount(numbers, minlength=len(answers))
+    """The values of each answer; of a batch without any those of one pair that does not count.
+
+    Args:
+        numbers_N: see `_of_targets`.
+    """
+    lengths_S = np.bincount(numbers_N, minlength=len(answers))
     is_chosen_S = np.array([answer.is_chosen for answer in answers], dtype=np.float32)
     if not answers:
         lengths_S, is_chosen_S = np.zeros(2, dtype=np.int64), np.array([1, 0], dtype=np.float32)
@@ -351,12 +358,8 @@ def _answer_fields(
 
 
 def empty_answers(idle: Mapping[str, Any], has_mismatched: bool) -> dict[str, Any]:
-    """A batch without targets as one of a pair that does not count."""
-    labels_BL = idle["labels"]
-    batch = {
-        **idle,
-        "label_branches": np.zeros(labels_BL.shape, dtype=np.int32),
-        "returns_log_probs": True,
-    }
-    batch |= _answer_fields(batch, [], is_paired=True)
+    """A prepared batch without targets as one of a pair that does not count."""
+    branches_N = np.zeros_like(idle["target_rows"][0])
+    batch = {**idle, "target_branches": branches_N, "returns_log_probs": True}
+    batch |= _answer_fields(branches_N[:0], [], is_paired=True)
     return {**batch, MISMATCHED: batch} if has_mismatched else batch

@@ -11,6 +11,7 @@ from paddle_vl.families.base import BuiltModel
 from paddle_vl.families.vlm.inputs.collate import VLCollator
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.preference import PreferenceCollator
+from paddle_vl.families.vlm.inputs.prepared import PreparedCollator
 from paddle_vl.families.vlm.preference.objective import PreferenceLoss, PreferenceStage
 from paddle_vl.families.vlm.preference.reference import (
     PrecomputedReference,
@@ -110,7 +111,8 @@ class ComparedAnswers:
         checksum = weights_checksum(self.reference)
         built.model.materialize_all()
         built.model.eval()
-        collator = self.collator(built.collator)
+        vision = built.model.config.vision_config
+        collator = PreparedCollator(self.collator(built.collator), vision)
         size = self.config.train.per_device_eval_batch_size
         for file in files.values():
             file.write(log_probs_of(file.data, built, self.loss, collator, size), checksum)

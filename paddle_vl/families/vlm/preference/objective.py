@@ -14,13 +14,13 @@ Shapes: S answers (chosen and rejected in turn), P pairs, N target tokens, B, L 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
 
-from paddle_vl.batch.schema import OTHER_LANES, Batch, VLBatch
+from paddle_vl.batch.schema import OTHER_LANES, Batch
 from paddle_vl.data.worker_pool import warn_once
 from paddle_vl.families.vlm.inputs.collate import VISUAL_KEYS
 from paddle_vl.families.vlm.inputs.preference import (
@@ -30,7 +30,7 @@ from paddle_vl.families.vlm.inputs.preference import (
     empty_answers,
 )
 from paddle_vl.families.vlm.model import VLOutput
-from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss, with_target_rows
+from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss
 from paddle_vl.families.vlm.pipeline import VLStage
 from paddle_vl.families.vlm.preference.losses import Pairs, kto_losses, pair_losses
 from paddle_vl.families.vlm.preference.settings import PreferenceConfig
@@ -263,7 +263,7 @@ class PreferenceAdapter(VLBatchAdapter):
     """
 
     def __init__(self, inner: VLBatchAdapter, loss: PreferenceLoss):
-        super().__init__(inner.vision, inner.capacity_factor)
+        super().__init__(inner.capacity_factor)
         self.inner, self.loss = inner, loss
 
     def counts(self, batch: Any) -> list[int]:
@@ -304,11 +304,9 @@ class PreferenceStage:
         found = self.stage(without_answers(batch), rows_RD)
         if not isinstance(found, VLOutput):
             return found
-        on_host: Any = with_target_rows(cast(VLBatch, batch))
         names = (*_FIELDS, "target_weights")
         return AnswerOutput.of(
-            found,
-            {name: device_tensor(on_host[name]) for name in names if name in on_host},
+            found, {name: device_tensor(batch[name]) for name in names if name in batch}
         )
 
 

@@ -85,9 +85,9 @@ def log_probs_of(
     Args:
         built: a model on one device.
         loss: a `PreferenceLoss`.
-        collator: a `PreferenceCollator`.
+        collator: a `PreferenceCollator` whose batches are prepared.
     """
-    num_answers = 2 if collator.is_paired else 1
+    num_answers = 2 if collator.collator.is_paired else 1
     values = np.full((len(data), num_answers), np.nan, dtype=np.float32)
     for start in range(0, len(data), batch_size):
         good: dict[int, Any] = {}
@@ -98,7 +98,7 @@ def log_probs_of(
                 if data.on_bad_sample == "fail":
                     raise
         if good:
-            batch = built.adapter.to_device(built.adapter.prepared(collator([*good.values()])))
+            batch = built.adapter.to_device(collator([*good.values()]))
             found = loss.values(built.adapter.forward(built.model, batch))
             values[[*good]] = found.numpy().reshape(-1, num_answers)
         logger.info("%d of %d samples", min(start + batch_size, len(data)), len(data))

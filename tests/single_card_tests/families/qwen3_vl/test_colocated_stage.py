@@ -18,6 +18,7 @@ import pytest
 from paddle_vl.batch.visual_index import host_visual_indices
 from paddle_vl.config.load import load_run_config
 from paddle_vl.families.vlm.colocated import ColocatedBatchAdapter, ColocatedStage, VisualEncoder
+from paddle_vl.families.vlm.inputs.prepared import prepared
 from paddle_vl.families.vlm.objective import VLBatchAdapter
 from paddle_vl.families.vlm.recipe import encoder_shape
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
@@ -62,7 +63,7 @@ def batch_of(kinds: tuple[str, ...]) -> dict:
         num_video_rows=counts.get("video", 0),
     )
     batch["num_target_tokens"] = int((batch["labels"][:, 1:] != -100).sum())
-    return batch
+    return prepared(batch)
 
 
 def colocated_model(build: Callable[[], Any] = tiny_model) -> Any:
@@ -78,8 +79,7 @@ def colocated_model(build: Callable[[], Any] = tiny_model) -> Any:
 @pytest.mark.parametrize("kinds", [("image",), ("video",), ("image", "video")], ids=str)
 def test_items_of_batches_on_the_device_are_encoded_without_a_copy(kinds):
     batch, encoder = batch_of(kinds), VisualEncoder(colocated_model())
-    adapter = VLBatchAdapter(encoder.vision)
-    there = adapter.to_device(adapter.prepared(batch))
+    there = VLBatchAdapter().to_device(prepared(batch, encoder.vision))
     items = np.arange(len(encoder.items(batch)[0]))
     for own in ([items, items], [items[::2], items[1:]], [items[:0], items[-1:]]):
         # Makes tables, in the first call.

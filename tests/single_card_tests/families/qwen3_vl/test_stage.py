@@ -20,8 +20,9 @@ import pytest
 
 from paddle_vl.batch.visual_index import host_visual_indices
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
+from paddle_vl.families.vlm.inputs.prepared import prepared
 from paddle_vl.families.vlm.model import VLOutput
-from paddle_vl.families.vlm.objective import VLBatchAdapter, with_target_rows
+from paddle_vl.families.vlm.objective import VLBatchAdapter
 from paddle_vl.families.vlm.pipeline import (
     VLStage,
     float32_from_rows,
@@ -54,7 +55,7 @@ def batch_of(grids: list[list[int]]) -> dict:
             ids, image_token_id=IMAGE, video_token_id=VIDEO, num_image_rows=rows
         )
     batch["num_target_tokens"] = int((batch["labels"][:, 1:] != -100).sum())
-    return batch
+    return prepared(batch)
 
 
 def ranges(ends: list[int]) -> list[range]:
@@ -80,7 +81,7 @@ BALANCED = EXPERTS | {"output_router_logits": True, "router_aux_loss_coef": 4.0}
 def test_parts_in_a_row_are_the_whole_model(ends, grids, text):
     batch = batch_of(grids)
     model = tiny_model(**text)
-    wanted = model(**with_target_rows(batch)).share_of_step(3, 2)
+    wanted = model(**batch).share_of_step(3, 2)
     wanted.backward()
     gradients = {n: p.grad for n, p in model.hf_named_parameters()}
     other = tiny_model(**text)

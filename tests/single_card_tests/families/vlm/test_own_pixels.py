@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paddle_vl.families.vlm.inputs.prepared import prepared
 from paddle_vl.families.vlm.objective import VLBatchAdapter
 from paddle_vl.families.vlm.own_pixels import PIXELS, with_own_pixels
 from paddle_vl.nn.placement import Context, RegionOps
@@ -38,19 +39,18 @@ def rows_in_order(arrays: list[np.ndarray]) -> list[bytes]:
 
 @pytest.mark.parametrize(("size", "cp", "sizes"), [(2, 1, (48, 40)), (4, 4, (24, 24, 24, 16))])
 def test_patches_and_places_are_those_of_the_batch(size, cp, sizes):
-    adapter, batch = VLBatchAdapter(VISION), batch_of(*ITEMS)
-    whole: Any = adapter.prepared(batch)
+    batch = batch_of(*ITEMS)
+    whole: Any = prepared(batch, VISION)
     whole_patches = np.concatenate([whole[name] for name in PIXELS])
     own: list[Any] = [
-        adapter.prepared(with_own_pixels(batch, VISION, ops_of(rank, size, cp)))
-        for rank in range(size)
+        with_own_pixels(whole, VISION, ops_of(rank, size, cp)) for rank in range(size)
     ]
     together = [(np.concatenate([whole_patches, *(whole[name] for name in PLACES)], axis=1))]
     found = [np.concatenate([each[n] for n in ("own_patches", *PLACES)], axis=1) for each in own]
     assert tuple(map(len, found)) == sizes
     assert rows_in_order(found) == rows_in_order(together)
     assert not any(name in each for name in PIXELS for each in own)
-    assert all(adapter.optional_branches(each) == [True] for each in own)
+    assert all(VLBatchAdapter().optional_branches(each) == [True] for each in own)
 
 
 def test_an_interval_is_not_copied_and_no_item_is_no_patch_or_a_black_row():
@@ -69,10 +69,10 @@ def test_an_interval_is_not_copied_and_no_item_is_no_patch_or_a_black_row():
 
 
 def test_what_is_not_cut():
-    batch, text = batch_of(*ITEMS), batch_of(1, 2, 3)
+    batch, text = prepared(batch_of(*ITEMS), VISION), batch_of(1, 2, 3)
     alone: Any = with_own_pixels(batch, VISION, RegionOps())
     assert np.array_equal(alone["own_patches"], np.concatenate([batch[n] for n in PIXELS]))
     assert with_own_pixels(text, VISION, ops_of(0, 2)) is text
-    later: Any = VLBatchAdapter(VISION).prepared(with_own_pixels(batch, VISION, None))
+    later: Any = with_own_pixels(batch, VISION, None)
     assert later.keys().isdisjoint((*PIXELS, *PLACES, "own_patches"))
     assert "image_grid_thw" in later
