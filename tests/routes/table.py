@@ -185,6 +185,7 @@ _ACTING = "errors of actions, best, average, freezing by step, rates"
 _PAIRS, _RATED, _MIXED = "preference of packed pairs", "preference of rated answers", "pretraining"
 RUNS = {
     "packed": Run(VL, "packed", _DIGITS),
+    "tied": Run(VL, "packed, tied head", _DIGITS, ("model.config.tie_word_embeddings=true",)),
     "padded": Run(VL, "padded, recomputed", _DIGITS, (*_PADDED, "train.recompute=act"), 8),
     "videos": Run(VL, "videos", _DIGITS, _VIDEOS),
     "watched": Run(VL, _ANSWERING, _DIGITS, _ANSWERED),
@@ -270,6 +271,7 @@ CONVERSATIONS = [
     *_rows("packed", "sharding2 stage 2 -> dp2", "sharding2 stage 3 -> sharding2 stage 3"),
     *_rows("packed", "cp2 gather -> cp2 ulysses stage 3", "cp2 ulysses -> cp2 gather stage 3"),
     *_rows("packed", "colocated pp2 -> pp2 by cost", "colocated pp2, tower mp2 -> colocated pp2"),
+    *_rows("tied", "mp2 SP -> pp2"),
     *_rows("padded", "dp2", "mp2", "pp2 by cost", "sharding2", "sharding2 stage 2"),
     *_rows("padded", "sharding2 stage 3", "cp2 gather", "cp2 ulysses", "colocated pp2"),
     *_rows("videos", "mp2 SP", "cp2 gather", "cp2 ulysses", "colocated pp2"),
