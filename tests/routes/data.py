@@ -10,6 +10,7 @@ import pytest
 import make_demonstrations
 from learn_digit_preferences import write_pairs
 from make_digits_corpus import make_digits_corpus
+from paddle_vl.cli.main import main
 from tests.single_card_tests.families.pi07.test_pi07_start import character_tokenizer
 
 DATA, CORPUS, ARM = "runs/digits/data", "runs/digits_corpus", "data/demonstrations"
@@ -39,6 +40,10 @@ def write_data(folder: Path) -> None:
         for file in made.glob("*.jsonl"):
             every = 20 if file.name.startswith(("test", "held_out")) else 1
             write_rows(folder / name / file.name, rows_of(file)[::every][:_ROWS])
+    text, tokens, processor = (
+        str(folder / CORPUS / name) for name in ("text.jsonl", "tokens", "processor")
+    )
+    assert main(["tokenize", text, "--tokenizer", processor, "--output", tokens]) == 0
     _write_answers(whole / "digits", folder / "pairs")
     _write_demonstrations(folder / ARM)
     rows = [

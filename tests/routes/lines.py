@@ -91,9 +91,10 @@ def _checks(family: str, run: str, *engines: str) -> list[Line]:
     ]
 
 
-def _report(family: str, what: str, *runs: str) -> Line:
+def _report(family: str, what: str, *runs: str, more: str = "") -> Line:
     named = " ".join(f"{{{run}}}" for run in runs)
-    return Line(family, what, f"report {named} --output {{made}}", "written", ("/report.html",))
+    line = f"report {named} --output {{made}}{more}"
+    return Line(family, what, line, "written", ("/report.html",))
 
 
 def _shown(family: str, what: str, run: str) -> Line:
@@ -118,6 +119,7 @@ LINES = [
     _shown(VL, "packed documents", "mix"),
     _report(VL, "a run", "packed"),
     _report(VL, "runs side by side", "packed", "padded"),
+    _report(VL, "seeds as one", "packed", "seeded", more=" --seeds --no-png"),
     _report(POLICY, "a run", "arm watched"),
     Line(
         VL, "token files",
@@ -165,8 +167,12 @@ EXPORTED = [
 ]
 HEAVY_EXPORTED = [Answers("export", MOE, _ONE, "moe")]
 _ACTIONS = "actions of the policy"
-SERVED = [Answers("serve-policy", POLICY, _ACTIONS, "arm")]
+SERVED = [
+    Answers("serve-policy", POLICY, _ACTIONS, "arm"),
+    Answers("serve-policy --protocol vla-eval", POLICY, _ACTIONS, "arm"),
+]
+ASKED = [Answers("evaluate --endpoint", VL, "answers of the model", "packed")]
 HEAVY_SERVED = [Answers("serve-policy of an export", POLICY, _ACTIONS, "arm")]
 PRECOMPUTED = [Answers("precompute-reference", VL, "weights of a run that computes it", "dpo")]
-ANSWERS = [*CHATS, *ADAPTED, *EXPORTED, *SERVED, *PRECOMPUTED]
+ANSWERS = [*CHATS, *ASKED, *ADAPTED, *EXPORTED, *SERVED, *PRECOMPUTED]
 HEAVY_ANSWERS = [*HEAVY_EXPORTED, *HEAVY_SERVED]

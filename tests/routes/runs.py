@@ -26,7 +26,7 @@ from safetensors.numpy import load_file
 from paddle_vl.cli.main import MALLOC_VARIABLE, with_whole_blocks
 from paddle_vl.nn.cpu.compiler import CompilerError, find_compiler
 from tests.routes.data import write_data
-from tests.routes.table import HALVES, RUNS, TOPOLOGIES, Row, Run
+from tests.routes.table import RUNS, TOPOLOGIES, Row, Run
 from tests.support import forked
 from tests.support.finished_runs import arrays_of, assert_close, metrics_of
 from tests.support.launch import POLL_INTERVAL, rank_environment, reserve_port
@@ -187,14 +187,13 @@ class Routes:
 
     def settings(self, run: Run, topology: Sequence[str]) -> list[str]:
         """The configuration of a run and its settings under a topology."""
-        is_halved, is_policy = HALVES in topology, run.config.startswith("pi07")
-        samples = run.micro_batch // num_data_parts(topology) // (1 + is_halved)
+        is_policy = run.config.startswith("pi07")
+        found = re.search(r"train\.gradient_accumulation_steps=(\d+)", " ".join(topology))
+        micro_batches = 2 if found is None else int(found[1])
+        samples = 2 * run.micro_batch // num_data_parts(topology) // micro_batches
         given = [*_SHORT, f"train.per_device_train_batch_size={samples}", *run.settings]
         # Policies pad nothing.
         given += [one for one in topology if not is_policy or not one.startswith("data.")]
-        if is_halved:
-            given.remove(HALVES)
-            given.append("train.gradient_accumulation_steps=4")
         return [str(ROOT / "configs" / run.config), *map(self.filled, given)]
 
     def one_device(self, name: str) -> Path:

@@ -11,14 +11,15 @@ steps and an optimizer that does not amplify rounding.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-# Not a setting: the same samples in twice as many micro-batches.
-HALVES = "halves"
+# The same samples in so many micro-batches in place of two.
+_IN_3, _IN_4, _IN_6 = (f"train.gradient_accumulation_steps={number}" for number in (3, 4, 6))
 _SP = ("parallel.sequence_parallel=true", "data.pad_to_multiple_of=2")
 _DP, _MP, _PP, _SHARDING = (f"parallel.{axis}_degree=2" for axis in ("dp", "mp", "pp", "sharding"))
 _STAGE_2, _STAGE_3 = "parallel.sharding_stage=2", "parallel.sharding_stage=3"
 _GATHER = (_SHARDING, "parallel.cp_degree=2", "data.pad_to_multiple_of=2")
 _ULYSSES = (*_GATHER, "parallel.cp_attention=ulysses")
 _ROWS_OF_4 = (_MP, _SP[0], "data.pad_to_multiple_of=4")
+_VIRTUAL = ("parallel.pp_degree=3", "parallel.num_virtual_stages=2")
 _COLOCATED, _EP = (_PP, "parallel.schedule=colocated"), "parallel.ep_degree=2"
 # Settings by name.
 TOPOLOGIES: dict[str, tuple[str, ...]] = {
@@ -27,6 +28,11 @@ TOPOLOGIES: dict[str, tuple[str, ...]] = {
     "mp2": (_MP,),
     "mp2 SP": (_MP, *_SP),
     "pp2": (_PP,),
+    # Four layers, and six.
+    "pp2 dualpipev": (_PP, "parallel.pp_schedule=dualpipev", _IN_4),
+    "pp3 interleaved": (*_VIRTUAL, _IN_6),
+    "pp3 fthenb": (*_VIRTUAL, "parallel.pp_schedule=fthenb", _IN_3),
+    "pp3 balanced_memory": (*_VIRTUAL, "parallel.pp_schedule=balanced_memory", _IN_6),
     "pp2 by cost": (_PP, "parallel.pp_split=cost", "parallel.pp_shapes=dynamic"),
     "sharding2": (_SHARDING,),
     "sharding2 stage 2": (_SHARDING, _STAGE_2),
@@ -54,7 +60,6 @@ TOPOLOGIES: dict[str, tuple[str, ...]] = {
     "cp2 ulysses mp2 SP": (*_ULYSSES, *_ROWS_OF_4),
     "cp2 gather pp2": (*_GATHER, _PP),
     "cp2 ulysses pp2": (*_ULYSSES, _PP),
-    "pp2 dualpipev": (_PP, "parallel.pp_schedule=dualpipev", HALVES),
     "colocated dp2 pp2": (_DP, *_COLOCATED, "parallel.encoder.mp_degree=2"),
 }
 
@@ -93,21 +98,21 @@ def _lora(**more: str) -> tuple[str, ...]:
     return (f"model.lora={{{', '.join(adapted)}}}",)
 
 
-_EXPERTS = tuple(
-    f"model.config.{setting}"
-    for setting in (
-        "model_type=qwen3_vl_moe",
-        "text_config.num_experts=4",
-        "text_config.num_experts_per_tok=2",
-        "text_config.moe_intermediate_size=96",
-    )
+def _config(*settings: str) -> tuple[str, ...]:
+    return tuple(f"model.config.{setting}" for setting in settings)
+
+
+_EXPERTS = _config(
+    "model_type=qwen3_vl_moe",
+    "text_config.num_experts=4",
+    "text_config.num_experts_per_tok=2",
+    "text_config.moe_intermediate_size=96",
 )
 # A mean over micro-batches, which data ranks divide.
-_BALANCE = ("model.config.text_config.output_router_logits=true",)
+_BALANCE = _config("text_config.output_router_logits=true")
 _EXPERTS_OF_QWEN3_5 = (
-    "model.config.model_type=qwen3_5_moe",
+    *_config("model_type=qwen3_5_moe", "text_config.shared_expert_intermediate_size=128"),
     *_EXPERTS[1:],
-    "model.config.text_config.shared_expert_intermediate_size=128",
 )
 _PADDED = _named(data__packing="false", data__packing_length="null")
 _VIDEOS = _named(data__train="[runs/videos.jsonl]", data__eval="[]")
@@ -123,6 +128,12 @@ _KTO = (
 )
 # A share of the run warms up, which is counted in tokens.
 _TOKENS = _named(train__max_steps="null", train__max_tokens=5000, train__warmup_steps=0)
+_TOKEN_FILES = (
+    *_TOKENS,
+    "data.train=[{path: runs/digits_corpus/captions.jsonl, format: image_text, weight: 0.5}, "
+    "{path: runs/digits_corpus/tokens, format: text, weight: 0.5}]",
+    "data.eval=[]",
+)
 _MIX_OF_QWEN3_5 = (
     *_TOKENS,
     "data.train=[{path: runs/digits_corpus/captions.jsonl, format: image_text, weight: 0.5}, "
@@ -156,22 +167,18 @@ _ROBOTS = (
     "{root: '{tests}/data/lerobot/v21_video', excluded_episodes: [5]}], weights: [2.0, 1.0], "
     "action_freq: 10.0, val_split_ratio: 0.3}",
 )
+_GEMMA_FOLDER = (
+    *_named(model__pretrained="{tests}/golden/pi07_start/hub_same", model__compute_dtype="float32"),
+    *("data.processor=data/gemma_processor", "model.config.resize_imgs_with_padding=[28, 28]"),
+)
 _GEMMA = (
-    "model.pretrained={tests}/golden/pi07_start/hub_same",
-    *_named(data__processor="data/gemma_processor", model__compute_dtype="float32", parallel="{}"),
-    "model.config.resize_imgs_with_padding=[28, 28]",
-    *(
-        f"model.config.{setting}"
-        for setting in (
-            *("n_obs_steps=2", "dropout=0.0", "proj_width=16", "chunk_size=4"),
-            *("n_action_steps=4", "spacetime_layer_stride=2"),
-        )
-    ),
+    *(*_GEMMA_FOLDER, "parallel={}", *_config("n_obs_steps=2", "dropout=0.0", "proj_width=16")),
+    *_config("chunk_size=4", "n_action_steps=4", "spacetime_layer_stride=2"),
     "model.config.vlm_config={gemma_expert_config: {hidden_size: 16, intermediate_size: 32, "
     "adarms_cond_dim: 16, vocab_size: 8}}",
-    "model.policy.prompt_max_length=16",
-    "model.policy.response_max_length=16",
+    *_named(model__policy__prompt_max_length=16, model__policy__response_max_length=16),
 )
+_GEMMA_PLANS = (*_GEMMA_FOLDER, *_config("vlm_config={disable_action_expert: true}"))
 _MERGERS = _lora(modules_to_save="[mergers]")
 _DORA = _lora(use_dora="true")
 VL, MOE = "Qwen3-VL", "Qwen3-VL with experts"
@@ -185,6 +192,9 @@ _ACTING = "errors of actions, best, average, freezing by step, rates"
 _PAIRS, _RATED, _MIXED = "preference of packed pairs", "preference of rated answers", "pretraining"
 RUNS = {
     "packed": Run(VL, "packed", _DIGITS),
+    "tied": Run(VL, "packed, tied head", _DIGITS, _config("tie_word_embeddings=true")),
+    "deep": Run(VL, "packed, six layers", _DIGITS, _config("text_config.num_hidden_layers=6"), 3),
+    "seeded": Run(VL, "packed, of another seed", _DIGITS, ("train.seed=7",)),
     "padded": Run(VL, "padded, recomputed", _DIGITS, (*_PADDED, "train.recompute=act"), 8),
     "videos": Run(VL, "videos", _DIGITS, _VIDEOS),
     "watched": Run(VL, _ANSWERING, _DIGITS, _ANSWERED),
@@ -195,6 +205,7 @@ RUNS = {
     "dpo lora": Run(VL, f"{_PAIRS}, LoRA", _DIGITS, (*_from("packed"), *_DPO, *_MERGERS)),
     "kto": Run(VL, _RATED, _DIGITS, (*_from("packed"), *_KTO), 8),
     "mix": Run(VL, _MIXED, _MIX, _TOKENS),
+    "tokens": Run(VL, "pretraining on token files", _MIX, _TOKEN_FILES),
     "answers": Run(VL, "after pretraining", _ANSWERS, ("model.pretrained={mix}/final",), 8),
     "moe": Run(MOE, "packed", _DIGITS, _EXPERTS),
     "moe balanced": Run(MOE, "with the balance loss", _DIGITS, (*_EXPERTS, *_BALANCE)),
@@ -222,6 +233,7 @@ RUNS = {
     "robots": Run(POLICY, "mixture of LeRobot datasets", _ARM, _ROBOTS),
     "gemma": Run(POLICY, "from Gemma 3", _EIGHT, _GEMMA),
     "planner": Run(PLANNER, "demonstrations", _PLANS),
+    "planner gemma": Run(PLANNER, "from Gemma 3", _PLANS, _GEMMA_PLANS),
     "planner watched": Run(PLANNER, "best, average, freezing by step, rates", _PLANS, _ACTED),
     "planner lora": Run(PLANNER, "LoRA", _PLANS, (*_from("planner"), *_lora())),
     "planner dora": Run(PLANNER, "DoRA", _PLANS, (*_from("planner"), *_DORA)),
@@ -270,6 +282,7 @@ CONVERSATIONS = [
     *_rows("packed", "sharding2 stage 2 -> dp2", "sharding2 stage 3 -> sharding2 stage 3"),
     *_rows("packed", "cp2 gather -> cp2 ulysses stage 3", "cp2 ulysses -> cp2 gather stage 3"),
     *_rows("packed", "colocated pp2 -> pp2 by cost", "colocated pp2, tower mp2 -> colocated pp2"),
+    *_rows("tied", "mp2 SP -> pp2"),
     *_rows("padded", "dp2", "mp2", "pp2 by cost", "sharding2", "sharding2 stage 2"),
     *_rows("padded", "sharding2 stage 3", "cp2 gather", "cp2 ulysses", "colocated pp2"),
     *_rows("videos", "mp2 SP", "cp2 gather", "cp2 ulysses", "colocated pp2"),
@@ -283,7 +296,9 @@ CONVERSATIONS = [
     *_rows("kto", "mp2 SP", "pp2"),
     *_rows("mix", "dp2 -> mp2 SP", "pp2", "sharding2 stage 2 -> cp2 gather", "cp2 ulysses"),
     *_rows("mix", "colocated pp2"),
-    *_rows("answers", "dp2", "mp2 SP"),
+    *_rows("tokens", "dp2"),
+    *_rows("answers", "dp2", "mp2 SP", "pp2 dualpipev"),
+    *_rows("deep", "pp3 interleaved", "pp3 fthenb", "pp3 balanced_memory"),
 ]
 FAMILIES = [
     *_rows("moe", "sharding2 stage 2", "ep2 -> ep2 mp2 SP", "ep2 stage 3", "ep2 dp2"),
@@ -319,13 +334,13 @@ POLICIES = [
     *_rows("gemma", "sharding2 stage 3"),
     *_rows("planner", "dp2 -> mp2 SP", "mp2 SP -> pp2", "pp2", "sharding2", "sharding2 stage 2"),
     *_rows("planner", "sharding2 stage 3", "colocated pp2"),
+    *_rows("planner gemma", "sharding2 stage 3"),
     *_rows("planner watched", "mp2 SP"),
     *_rows("planner lora", "sharding2 stage 3"),
     *_rows("planner dora", "mp2 SP"),
 ]
-# Of four ranks, but for the first, which needs four layers.
+# Of four ranks.
 HEAVY = [
-    *_rows("answers", "pp2 dualpipev"),
     *_rows("packed", "mp2 SP pp2", "sharding2 stage 3 mp2 SP", "sharding2 pp2"),
     *_rows("packed", "dp2 sharding2 stage 2", "cp2 gather mp2 SP", "cp2 ulysses mp2 SP"),
     *_rows("packed", "cp2 gather pp2", "cp2 ulysses pp2", "colocated dp2 pp2"),

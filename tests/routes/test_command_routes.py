@@ -1,14 +1,16 @@
 """The commands of README and docs other than `train`, on models that were trained as they say.
 
 Guarantees: each of `lines.LINES` ends with 0, prints and writes what it should; `chat`, a server,
-an export, and adapters that are merged or served give the answers of `generate`, a served policy
-and its export the actions of the policy, and a reference in advance the weights of one in the run.
+an export, and adapters that are merged or served give the answers of `generate`, a benchmark at a
+server those of the model, a served policy and its export the actions of the policy, and a reference
+in advance the weights of one in the run.
 """
 
 import base64
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import openai
@@ -19,10 +21,11 @@ from websockets.sync.client import connect
 from paddle_vl import PI07LowLevelPolicy
 from paddle_vl.export import load
 from paddle_vl.families.policy.demonstrations.sample import Stream, sample_rng
-from paddle_vl.serving.msgpack_numpy import OPENPI
+from paddle_vl.serving.msgpack_numpy import OPENPI, VLA_EVAL
 from tests.routes.data import DATA
 from tests.routes.lines import (
     ADAPTED,
+    ASKED,
     CHATS,
     DRAWN,
     EXPORTED,
@@ -75,25 +78,33 @@ def said(routes: Routes, model: str) -> str:
     return routes.command("chat", model, *DRAWN.split(), typed=typed)[0].removesuffix("\n")
 
 
-def served(routes: Routes, model: str, *more: str) -> str:
-    """The answer of a server that calls its model, or its adapters, `digits`."""
-    names = more or ("--served-model-name", "digits")
+@contextmanager
+def serving(routes: Routes, model: str, *names: str) -> Iterator[str]:
+    """The address of a server that calls its model, or its adapters, `digits`."""
+    names = names or ("--served-model-name", "digits")
+    with routes.started("serve", model, *names, "--port", "0") as server:
+        yield server.wait_for(r"http://127\.0\.0\.1:\d+/v1")[0]
+        server.stop()
+
+
+def served(routes: Routes, model: str, *names: str) -> str:
+    """The answer of `serving`."""
     picture = base64.b64encode((routes.folder / IMAGE).read_bytes()).decode()
     content = [
         {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}},
         {"type": "text", "text": QUESTION},
     ]
-    with routes.started("serve", model, *names, "--port", "0") as server:
-        address = server.wait_for(r"http://127\.0\.0\.1:\d+/v1")[0]
-        with openai.OpenAI(base_url=address, api_key="x", max_retries=0) as client:
-            answer = client.chat.completions.create(
-                model="digits",
-                messages=[{"role": "user", "content": content}],
-                max_tokens=6,
-                extra_body={"top_k": 50},
-                **SETTINGS,
-            )
-        server.stop()
+    with (
+        serving(routes, model, *names) as address,
+        openai.OpenAI(base_url=address, api_key="x", max_retries=0) as client,
+    ):
+        answer = client.chat.completions.create(
+            model="digits",
+            messages=[{"role": "user", "content": content}],
+            max_tokens=6,
+            extra_body={"top_k": 50},
+            **SETTINGS,
+        )
     return answer.choices[0].message.content
 
 
@@ -102,6 +113,21 @@ def test_chat_and_a_server_give_the_answers_of_generate(routes: Routes, row: Ans
     model = str(routes.one_device(row.run))
     found = {"chat": said, "serve": served}[row.command](routes, model)
     assert found == generated(routes, model)
+
+
+@with_rows(ASKED)
+def test_a_server_is_asked_a_benchmark_with_the_answers_of_its_model(routes: Routes, row: Answers):
+    def answers(*named: str) -> str:
+        file = f"{routes.new_path()}.jsonl"
+        suite = ("--suite", "runs/suite.yaml", "--limit", "8", "--predictions", file)
+        routes.command("evaluate", *named, *suite)
+        return (routes.folder / file).read_text()
+
+    model = str(routes.one_device(row.run))
+    with serving(routes, model) as address:
+        found = answers("digits", "--endpoint", address)
+    assert found == answers(model)
+    assert found.count("\n") == 8
 
 
 @with_rows(ADAPTED)
@@ -147,19 +173,29 @@ def test_a_served_policy_acts_as_it_does(routes: Routes, row: Answers):
     if row.command.endswith("export"):
         folder = routes.new_path()
         routes.command("export", model, folder)
-    with routes.started("serve-policy", folder, "--port", "0", "--seed", "1") as server:
+    words, number = row.command.removesuffix(" of an export").split(), 0
+    with routes.started(*words, folder, "--port", "0", "--seed", "1") as server:
         address = server.wait_for(r"ws://127\.0\.0\.1:\d+")[0]
         with connect(address) as client:
-            client.recv()
-            seen = {"prompt": task, "state": state, "camera0": image, "camera1": image}
-            client.send(OPENPI.pack(seen))
-            found = OPENPI.unpack(client.recv())["actions"]
+            if "vla-eval" in words:
+                # Its server keeps the past.
+                for number in range(2):
+                    seen = {"camera0": image[number], "camera1": image[number]}
+                    seen = {"task_description": task, "state": state[number], "images": seen}
+                    told = {"type": "observation", "payload": seen, "seq": number, "timestamp": 0}
+                    client.send(VLA_EVAL.pack(told))
+                    found = VLA_EVAL.unpack(client.recv())["payload"]["actions"]
+            else:
+                client.recv()
+                seen = {"prompt": task, "state": state, "camera0": image, "camera1": image}
+                client.send(OPENPI.pack(seen))
+                found = OPENPI.unpack(client.recv())["actions"]
         server.stop()
     policy = PI07LowLevelPolicy.from_pretrained(routes.folder / model / "final")
     picture = image.transpose(0, 3, 1, 2)[None] / np.float32(255)
     seen = {"prompt": [task], "state": state[None], "camera0": picture, "camera1": picture}
     seen["obs_history_is_pad"] = np.zeros((1, 2), bool)
-    noise = sample_rng(1, Stream.FLOW, 0).standard_normal((1, 8, 8), dtype=np.float32)
+    noise = sample_rng(1, Stream.FLOW, number).standard_normal((1, 8, 8), dtype=np.float32)
     assert_close({"actions": found[None]}, {"actions": policy.sample_actions(seen, noise)})
 
 

@@ -96,6 +96,8 @@ class PI07Recipe(Family):
     loss: PolicyLoss
     # Of training samples, once these are open.
     fields: Mapping[str, bool] | None = None
+    # Optional fields that the model cannot do without.
+    needed_fields: Sequence[str] = ()
     losses: Mapping[str, str] = POLICY_LOSSES
     parts: Mapping[str, Sequence[str]] = PARTS
     make_stage = PI07Stage
@@ -108,6 +110,7 @@ class PI07Recipe(Family):
         else:
             self.source, held_out = self._robots(mixture).parts()
         self.source.check_history()
+        self._check_fields(self.source)
         self.fields = self.source.fields
         flow, seed = flow_draws(self.model_config), config.train.seed
         data = config.data
@@ -286,6 +289,7 @@ class PI07Recipe(Family):
         else:
             fields = present_fields(files, shapes)
             source = DemonstrationsDataset(files, shapes, fields, config.dataset_names)
+        cls._check_fields(source)
         samples = DrawnDemonstrations(source, NO_DROPS, flow_draws(config), EVALUATION_SEED)
         policy = cls.policy_class.from_pretrained(folder, config=config, base=options.base)
         check_trainable(policy)
@@ -368,6 +372,16 @@ class PI07Recipe(Family):
         values = model_values(config.model.config)
         values = values if folder is None else with_backbone(values, folder)
         return cls.config_class.from_dict(values)
+
+    @classmethod
+    def _check_fields(cls, source: DemonstrationSource) -> None:
+        """Refuse demonstrations without a needed field."""
+        if missing := [name for name in cls.needed_fields if not source.fields[name]]:
+            raise ValueError(
+                f"{source.place(0)}: the demonstration has no {', '.join(map(repr, missing))}, nor "
+                'has any other, and a planner reads or writes them: add them ("" where there is '
+                "nothing yet), and name them in data.fields where that is set"
+            )
 
     def _check_tower_is_trained(self, names: Sequence[str], reached: Sequence[str]) -> None:
         """Refuse settings that freeze the whole tower although model.policy unfreezes it."""
@@ -452,6 +466,7 @@ class PI07PlannerRecipe(PI07Recipe):
 
     config_class = PI07PlannerConfig
     policy_class = PI07HighLevelPlanner
+    needed_fields = ("past_memory", "next_memory", "response")
     losses = PLANNER_LOSSES
 
 

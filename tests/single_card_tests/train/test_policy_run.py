@@ -1,9 +1,10 @@
 """A pi07 policy in the trainer, from files of demonstrations.
 
 Guarantees: training lowers and reports both losses; the saved policy acts, and the planner resumes
-bit for bit; gradient accumulation equals one large batch, and the step's losses are the model's own
-on that batch; synthetic demonstrations need no files; the small examples in configs/pi07 train;
-parameters that only a zero-weight loss reaches are not trained.
+bit for bit and refuses data without its texts; gradient accumulation equals one large batch, and
+the step's losses are the model's own on that batch; synthetic demonstrations need no files; the
+small examples in configs/pi07 train; parameters that only a zero-weight loss reaches are not
+trained.
 """
 
 import json
@@ -19,7 +20,7 @@ from paddle_vl.config.load import load_run_config
 from paddle_vl.families.base import EvaluationOptions
 from paddle_vl.families.pi07.planner import PI07HighLevelPlanner
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
-from paddle_vl.families.pi07.recipe import PI07Recipe
+from paddle_vl.families.pi07.recipe import PI07PlannerRecipe, PI07Recipe
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.evaluate import mean_losses
 from paddle_vl.train.step import ModelRunner
@@ -139,6 +140,21 @@ def test_the_planner_learns_what_it_is_to_write_and_continues(run_file, tmp_path
         }
     )
     assert len(plan.memory) == len(plan.response) == 1
+
+
+@pytest.mark.parametrize("name", ["past_memory", "next_memory", "response"])
+def test_a_planner_refuses_demonstrations_without_its_texts(run_file, tmp_path, name):
+    file, planner = run_file.parent / f"no_{name}.jsonl", json.dumps(PLANNER)
+    rows = map(json.loads, (run_file.parent / "arm-joint.jsonl").read_text().splitlines())
+    lines = [json.dumps({**row, name: None}) for row in rows]
+    file.write_text("\n".join(["", *lines]))
+    said = rf"no_{name}\.jsonl:2: the demonstration has no '{name}', nor has any other.*add them"
+    settings = [f"train.output_dir={tmp_path}", f"model.config={planner}", f"data.train=[{file}]"]
+    with pytest.raises(ValueError, match=said):
+        build_trainer(load_run_config(run_file, settings))
+    (tmp_path / "config.json").write_text(planner)
+    with pytest.raises(ValueError, match=said):
+        PI07PlannerRecipe.evaluation(tmp_path, EvaluationOptions([str(file)], 2))
 
 
 def test_made_up_demonstrations_need_no_files(run_file, tmp_path):
