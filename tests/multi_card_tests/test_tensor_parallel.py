@@ -17,6 +17,7 @@ import paddle.distributed as dist
 import pytest
 
 from paddle_vl import Qwen3VLForConditionalGeneration
+from paddle_vl.families.vlm.device_batch import Patches
 from paddle_vl.parallel.collectives import all_reduce_partial_gradients
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.recorder import Collective, record_collectives
@@ -125,9 +126,8 @@ def tower_work(folder: str, group, vision: str) -> tuple[int, list[str], list[st
     inputs = batch("images")
     with record_collectives() as recording:
         recording.phase = "forward"
-        embeds = model.encode_visual(
-            paddle.to_tensor(inputs["pixel_values"]), inputs["image_grid_thw"]
-        )
+        patches = Patches.of(paddle.to_tensor(inputs["pixel_values"]), inputs["image_grid_thw"])
+        embeds = model.encode_visual(patches)
         recording.phase = "backward"
         levels = [embeds["image_embeds"], *embeds["deepstack_image_embeds"]]
         paddle.concat(levels).sum().backward()

@@ -17,6 +17,7 @@ from paddle import Tensor, nn
 
 from paddle_vl.batch.positions import PATCH_FIELDS
 from paddle_vl.batch.schema import VLBatch
+from paddle_vl.families.vlm.device_batch import DeviceBatch
 from paddle_vl.families.vlm.model import VLForConditionalGeneration
 from paddle_vl.families.vlm.objective import VLBatchAdapter
 from paddle_vl.families.vlm.pipeline import VLStage
@@ -142,10 +143,9 @@ def _taken(array: Any, rows: np.ndarray) -> Tensor:
 class ColocatedStage(VLStage):
     """A stage whose batches come with the tower's rows."""
 
-    not_for_decoder = (*VLStage.not_for_decoder, SECTIONS)
-
     def __init__(self, model: VLForConditionalGeneration, layers: range):
         super().__init__(model, layers)
+        self.runs_tower = False
         embedding = model.language_model.embedding
         if embedding is not None:
             # Levels do not pass through it.
@@ -154,7 +154,10 @@ class ColocatedStage(VLStage):
     def travelling(self, layer: int) -> range:
         return range(0)
 
-    def visual_rows(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def device_batch(self, batch: dict[str, Any]) -> DeviceBatch:
+        return super().device_batch({k: v for k, v in batch.items() if k != SECTIONS})
+
+    def visual_rows(self, batch: dict[str, Any], own: DeviceBatch) -> dict[str, Any]:
         """The merged rows of a batch by kind; empty for an all-text batch."""
         merged_MD = batch[SECTIONS].get(0)
         if merged_MD is None:
@@ -167,12 +170,12 @@ class ColocatedStage(VLStage):
                 rows[f"{kind}_embeds"] = int(grid_thw.prod(axis=1).sum()) // block
         return dict(zip(rows, paddle.split(merged_MD, list(rows.values())), strict=True))
 
-    def own_levels(self, batch: dict[str, Any], dict_args: dict[str, Any]) -> dict[int, Tensor]:
+    def own_levels(self, batch: dict[str, Any], tokens: dict[str, Any]) -> dict[int, Tensor]:
         """This rank's rows of the deepstack levels in a batch, by level."""
         levels = {section - 1: rows for section, rows in batch[SECTIONS].items() if section}
         if not levels:
             return {}
-        gather, source = dict_args["visual_gather_indices"], dict_args["visual_source_indices"]
+        gather, source = tokens["visual_gather_indices"], tokens["visual_source_indices"]
         if source is not None:
             gather = paddle.index_select(source, gather)
         return {level: paddle.index_select(rows_MD, gather) for level, rows_MD in levels.items()}

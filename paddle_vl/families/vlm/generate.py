@@ -4,13 +4,14 @@ Shapes: B batch, L prompt length, S keys so far, V vocabulary, n new tokens.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import paddle
 from paddle import Tensor
 
 from paddle_vl.families.hf_interface import id_rows
+from paddle_vl.families.vlm.device_batch import Patches, token_fields
 from paddle_vl.families.vlm.layers import decoder_positions
 from paddle_vl.families.vlm.moe import routed_rows
 from paddle_vl.generation.config import GenerationConfig, settings_of_call
@@ -156,7 +157,7 @@ class _CachedDecoder:
     def prefill(self) -> Tensor:
         """Logits `[B, V]` float32 after the prompts, whose columns run in chunks."""
         model, length = self._model, self._prompt_BL.shape[1]
-        visual = model.encode_visual(**self._visual)
+        visual = model.encode_visual(Patches.of(**cast(Any, self._visual)))
         mask_BL = self._mask_BS if self._has_padding else None
         prompts = Prompts(model, self._prompt_BL, self._position_ids, visual, mask_BL)
         chunk = self._chunk or length
@@ -207,10 +208,9 @@ class Prompts:
         mask_BL: np.ndarray | None = None,
     ):
         self._model, self._prompt_BL, self._mask_BL = model, prompt_BL, mask_BL
-        arguments = model.decoder_arguments(
-            input_ids=prompt_BL, attention_mask=mask_BL, position_ids=position_ids
-        )
-        self._whole = model.language_model.embedding(arguments | visual)
+        ops = model.placement.ops
+        tokens = token_fields(model.config, ops, prompt_BL, mask_BL, position_ids=position_ids)
+        self._whole = model.language_model.embedding(tokens | visual)
 
     def run(self, begin: int, end: int, caches: list[Any]) -> Tensor:
         """Hidden states `[B, end - begin, D]` of some columns, whose keys the caches get."""

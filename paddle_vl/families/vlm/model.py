@@ -4,8 +4,7 @@ head, loss. A family gives its configuration, its decoder and its checkpoint map
 Shapes: B batch, L padded length, T = B * L token rows, S keys with a cache, P patches, M visual
 embeddings, D width, V vocabulary.
 
-Source: Qwen3VLForConditionalGeneration of HF transformers, modeling_qwen3_vl.py. Over 350 lines, to
-have a batch's way from arrays to loss in one file.
+Source: Qwen3VLForConditionalGeneration of HF transformers, modeling_qwen3_vl.py.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,27 +12,21 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.batch.positions import (
-    PATCH_FIELDS,
-    PatchRows,
-    check_offsets,
-    checked_grid,
-    frame_runs,
-    mrope_position_ids,
-    restart_offsets,
-    vision_layout,
+from paddle_vl.batch.positions import PatchRows, frame_runs, vision_layout
+from paddle_vl.families.hf_interface import IndexedOutput
+from paddle_vl.families.vlm.device_batch import (
+    DeviceBatch,
+    Patches,
+    Targets,
+    compute_position_ids,
+    device_batch,
 )
-from paddle_vl.families.hf_interface import FORWARD, IndexedOutput, id_rows
 from paddle_vl.families.vlm.layers import VisionFeatures, VisionTower
-from paddle_vl.families.vlm.moe import LoadBalance, routed_rows
+from paddle_vl.families.vlm.moe import LoadBalance
 from paddle_vl.families.vlm.pretrained import PretrainedVLModel
-from paddle_vl.files.names import refuse_foreign
-from paddle_vl.nn.attention import PackedSamples, Segments
-from paddle_vl.nn.attention_masks import SliceMask
-from paddle_vl.nn.experts import ExpertCapacity
+from paddle_vl.nn.attention import Segments
 from paddle_vl.nn.key_value_cache import KeyValueCache, KeyValuePool, RowPool
 from paddle_vl.nn.objective import (
     SourceSums,
@@ -43,10 +36,8 @@ from paddle_vl.nn.objective import (
     next_token_targets,
     num_targets,
 )
-from paddle_vl.nn.operations import device_tensor, host_array
+from paddle_vl.nn.operations import device_tensor
 from paddle_vl.nn.placement import Placement
-
-Array = np.ndarray | Tensor
 
 
 @dataclass
@@ -96,6 +87,19 @@ class VLOutput(IndexedOutput):
 class VLForConditionalGeneration(PretrainedVLModel):
     """A complete model. Build it with `from_pretrained` or `from_config`.
 
+        HF's arguments, a collator's batch        device_batch: one copy to the device
+                      |
+                 DeviceBatch ---- patches ----> visual (VisionTower)
+                      |                              | merged rows [M, D], G levels [M, D]
+                    tokens                           v
+                      +-----> language_model.embedding (GPTEmbedding)
+                                  | token rows [T, D], visual rows in place; index lists, levels
+                                  v
+                              language_model.layers, deepstack level g after layer g; norm
+                                  |
+                    targets?  yes: lm_head of N rows, in chunks -> losses, log-probs, choices
+                              no:  lm_head of all rows           -> logits, loss of labels
+
     Attributes:
         decoder_class: makes `language_model` of the configuration and the placement: a layer with
             `embedding`, `layers`, `norm`, `run` and `run_layers`.
@@ -121,277 +125,80 @@ class VLForConditionalGeneration(PretrainedVLModel):
             )
         self.placement.parameter_table.add_replicated(self.parameters())
 
-    def forward(
-        self,
-        input_ids: Array,
-        attention_mask: Array | None = None,
-        *,
-        labels: Array | None = None,
-        pixel_values: Array | None = None,
-        pixel_values_videos: Array | None = None,
-        own_patches: Array | None = None,
-        patch_coordinates: Array | None = None,
-        patch_tap_rows: Array | None = None,
-        patch_tap_weights: Array | None = None,
-        visual_rows_of_ranks: Sequence[np.ndarray] | None = None,
-        num_target_tokens: int | None = None,
-        loss_weights: Array | None = None,
-        target_rows: Array | None = None,
-        target_weights: Array | None = None,
-        label_sources: Array | None = None,
-        target_sources: Array | None = None,
-        num_sources: int = 0,
-        returns_log_probs: bool = False,
-        returns_choices: bool = False,
-        caches: list[KeyValueCache] | None = None,
-        output_router_logits: bool | None = None,
-        logits_to_keep: int = 0,
-        **layout: Any,
-    ) -> VLOutput:
-        """Run the model on HF's inputs, or on a batch of the collator.
+    def __call__(self, *inputs: Any, **fields: Any) -> Any:
+        """Run the model on a `DeviceBatch`, or on what `device_batch` makes one of: HF's arguments,
+        or the fields of a collator's batch; both with `caches` when generating, see `forward`.
+        """
+        if inputs and isinstance(inputs[0], DeviceBatch):
+            return super().__call__(*inputs, **fields)
+        caches = fields.pop("caches", None)
+        if caches is not None:
+            fields["output_router_logits"] = False
+        batch = device_batch(self.config, self.placement.ops, *inputs, **fields)
+        return super().__call__(batch, caches)
 
-        Arrays may be NumPy arrays or tensors, ids with mask and labels also lists.
+    def forward(self, batch: DeviceBatch, caches: list[KeyValueCache] | None = None) -> VLOutput:
+        """Tower, embedding, decoder, and what the batch wants of the head.
 
         Args:
-            input_ids: `[B, L]` int64 with placeholders for visual tokens.
-            attention_mask: `[B, L]`, 1 at real tokens; with caches `[B, S]` over all keys so far.
-            labels: `[B, L]` int64, not shifted, -100 ignored.
-            pixel_values: `[P, patch_dim]` patches of all images; `pixel_values_videos` of videos.
-            own_patches: in place of both, see `encode_visual`.
-            patch_coordinates, patch_tap_rows, patch_tap_weights: places of all patches, see
-                `paddle_vl.batch.positions.PatchRows`; None to compute them on the host.
-            visual_rows_of_ranks: see `encode_visual`.
-            num_target_tokens: number of labels that count, if the host knows it.
-            loss_weights: `[B, L]` float32 factors of the labels' cross entropies; None for 1.
-            target_rows: `[2, N]` int64, the token rows that predict a label, and these labels. The
-                loss is then computed from them, in place of `labels` and `loss_weights`, in chunks
-                and without the logits of all rows: what training needs.
-            target_weights: `[N]` float32 factors of their cross entropies; None for 1.
-            label_sources: `[B, L]`, from which `target_sources` were taken; not read.
-            target_sources: `[N]` int64 numbers, below `num_sources`, of the sources of these
-                labels, for `source_sums`; None for no such sums.
-            returns_log_probs: give the log-probabilities of `target_rows` in place of a loss, for
-                an objective over them; weights and sources are not read.
-            returns_choices: give the most likely token after each of the rows in `target_rows` in
-                place of a loss, to generate with `caches`; the labels are not read.
-            caches: one per decoder layer when generating.
-            output_router_logits: compute `aux_loss` over the real tokens and add it to the loss;
-                None for the configuration's setting. Not with caches.
-            logits_to_keep: compute the logits of that many last columns only, 0 for all; without
-                labels.
-            layout: further keyword arguments of `decoder_arguments`: positions, grids, visual
-                indices, padding, offsets of packed samples.
+            caches: one per decoder layer when generating; attention then sees their keys too.
 
         Raises:
-            ValueError: placeholders, grids and patches do not agree; router logits of a model
-                without experts, or of a padded batch in a traced program; labels with
-                `logits_to_keep`; segments that do not tile the token rows, or packed samples with
-                caches.
+            ValueError: packed samples with caches.
         """
-        if isinstance(input_ids, list):
-            given = (input_ids, attention_mask, labels)
-            input_ids, attention_mask, labels = (id_rows(rows) for rows in given)
-        if labels is not None and logits_to_keep:
-            raise ValueError(
-                f"logits_to_keep is {logits_to_keep} but labels are given, whose loss needs the "
-                "logits of all columns: leave one of them out"
-            )
-        dict_args = self.decoder_arguments(
-            input_ids=input_ids, attention_mask=attention_mask, **layout
-        )
-        if caches is not None and dict_args["packed"] is not None:
+        if caches is not None and batch.tokens["packed"] is not None:
             raise ValueError(
                 "caches are given but the batch has packed samples (cu_seqlens): generation needs "
                 "one prompt per row of the batch"
             )
-        dict_args |= self.encode_visual(
-            pixel_values,
-            layout.get("image_grid_thw"),
-            pixel_values_videos,
-            layout.get("video_grid_thw"),
-            own_patches=own_patches,
-            patch_coordinates=patch_coordinates,
-            patch_tap_rows=patch_tap_rows,
-            patch_tap_weights=patch_tap_weights,
-            visual_rows_of_ranks=visual_rows_of_ranks,
-        )
-        balance = None
-        if caches is None and self.config.text_config.has_balance_loss(output_router_logits):
-            if not isinstance(attention_mask, Array | None):
-                raise ValueError(
-                    "the load-balancing loss leaves padding out, for which it needs the values of "
-                    "attention_mask: pass an array, or none, or output_router_logits=False"
-                )
-            balance = LoadBalance(dict_args["routed_rows"].num_real, self.placement.ops.sum_routing)
-        inputs = self.language_model.embedding(dict_args)
+        ops, balance = self.placement.ops, None
+        if batch.has_balance_loss:
+            balance = LoadBalance(batch.tokens["routed_rows"].num_real, ops.sum_routing)
+        inputs = self.language_model.embedding(batch.tokens | self.encode_visual(batch.patches))
         hidden_TD = self.language_model.run(inputs, caches, balance)
-        shape = list(input_ids.shape)
-        if logits_to_keep:
-            hidden_BLD = hidden_TD.reshape([*shape, -1])[:, -logits_to_keep:]
-            shape = hidden_BLD.shape[:2]
-            hidden_TD = hidden_BLD.reshape([-1, hidden_TD.shape[-1]])
-        if target_rows is not None:
-            of_targets = (target_weights, target_sources, num_sources)
-            returns = (returns_log_probs, returns_choices)
-            of_targets = (num_target_tokens, balance, *of_targets, *returns)
-            return self.losses(hidden_TD, target_rows, *of_targets)
-        return self.predict(hidden_TD, shape, labels, num_target_tokens, balance, loss_weights)
-
-    def decoder_arguments(
-        self,
-        *,
-        input_ids: Array,
-        attention_mask: Array | None = None,
-        position_ids: Array | None = None,
-        image_grid_thw: Array | None = None,
-        video_grid_thw: Array | None = None,
-        visual_update_indices: Array | None = None,
-        visual_gather_indices: Array | None = None,
-        visual_source_indices: Array | None = None,
-        num_unused_visual_rows: int = 0,
-        num_reused_visual_rows: int = 0,
-        has_left_padding: bool | None = None,
-        cu_seqlens: Array | None = None,
-        packed_key_ends: Array | None = None,
-        slice_key_rows: Array | None = None,
-        slice_orders: Array | None = None,
-        real_row_indices: Array | None = None,
-        num_real_rows: int | None = None,
-        expert_capacity: ExpertCapacity | None = None,
-        **foreign: Any,
-    ) -> dict[str, Any]:
-        """The input of `GPTEmbedding` without the outputs of the vision tower.
-
-        Args:
-            input_ids, attention_mask: as of `forward`.
-            position_ids: `[3, B, L]` int64, None to compute them on the host from ids and grids.
-                Or `[4, B, L]` with a text position first, whose restarts mark packed samples if
-                neither `cu_seqlens` nor an attention mask is given; that costs a host read.
-            image_grid_thw, video_grid_thw: `[n, 3]` patches (t, h, w) per image or video, on the
-                host: a Paddle tensor costs a transfer.
-            visual_update_indices, visual_gather_indices, visual_source_indices: the collator's
-                index arrays, see `paddle_vl.batch.visual_index`; None to compute them.
-            num_unused_visual_rows: visual embeddings that no token receives, of the dummy image
-                with which a batch without images runs the tower, so that all ranks issue the same
-                collectives.
-            num_reused_visual_rows: visual tokens beyond one for each visual embedding, of samples
-                that share an image; the indices then name an embedding several times.
-            has_left_padding: False if no real token follows padding; causality then hides the
-                padding and no mask is applied.
-            cu_seqlens: `[S + 1]` int32 offsets of packed samples on the host, see
-                `paddle_vl.batch.positions`. Padding is a segment of its own; the first label of
-                each sample must be -100. Not with caches.
-            packed_key_ends: `[B, L]` int32, `batch.positions.key_ends` of the offsets; None to
-                compute it where a kernel needs it.
-            slice_key_rows, slice_orders: `[1, 1, T, 2]` int32 and `[2, T]` int64, of a slice of the
-                token rows, see `paddle_vl.batch.schema`; None for all of them.
-            real_row_indices, num_real_rows: token rows that are not padding, for a model with
-                experts; None to take them from the mask, see `routed_rows`.
-            expert_capacity: for a step with expert parallelism; None for exact sizes.
-            foreign: arguments of HF at values that ask for nothing.
-
-        Raises:
-            ValueError: segments that do not tile the token rows; or another argument of HF, with
-                what to do instead.
-        """
-        if foreign:
-            refuse_foreign(foreign, FORWARD, "the model")
-        offsets = host_array(cu_seqlens)
-        if position_ids is None:
-            position_ids, _ = self.position_ids(
-                input_ids, attention_mask, image_grid_thw, video_grid_thw, offsets
-            )
-        elif position_ids.shape[0] == 4:
-            if offsets is None and attention_mask is None:
-                offsets = restart_offsets(host_array(position_ids[0]))
-            position_ids = position_ids[1:]
-        packed = None
-        if offsets is not None:
-            batch, length = input_ids.shape
-            check_offsets(offsets, batch, length)
-            # With one segment per row, causal attention suffices.
-            if len(offsets) > batch + 1:
-                packed = PackedSamples(offsets, length, device_tensor(packed_key_ends))
-        if slice_key_rows is not None:
-            whole = slice_orders is not None
-            queries = (slice_key_rows.shape[2:] if whole else input_ids.shape[1:])[0]
-            packed = SliceMask(device_tensor(slice_key_rows), queries, device_tensor(slice_orders))
-        mask_is_needed = (
-            attention_mask is not None and has_left_padding is not False and offsets is None
-        )
-        rows = None
-        if getattr(self.config.text_config, "num_experts", 0):
-            shape, part = tuple(input_ids.shape), self.placement.ops.expert_part
-            rows = routed_rows(
-                shape, attention_mask, real_row_indices, num_real_rows, part, expert_capacity
-            )
-        return {
-            "input_ids": device_tensor(input_ids),
-            "position_ids": device_tensor(position_ids),
-            "routed_rows": rows,
-            "attention_mask": device_tensor(attention_mask) if mask_is_needed else None,
-            "packed": packed,
-            "visual_update_indices": device_tensor(visual_update_indices),
-            "visual_gather_indices": device_tensor(visual_gather_indices),
-            "visual_source_indices": device_tensor(visual_source_indices),
-            "num_unused_visual_rows": (
-                num_unused_visual_rows - num_reused_visual_rows if slice_key_rows is None else None
-            ),
-        }
+        if batch.targets is not None:
+            return self.losses(hidden_TD, batch.targets, balance)
+        return self.predict(hidden_TD, batch, balance)
 
     def predict(
-        self,
-        hidden_TD: Tensor,
-        shape: Sequence[int],
-        labels: Array | None = None,
-        num_target_tokens: int | None = None,
-        balance: LoadBalance | None = None,
-        loss_weights: Array | None = None,
+        self, hidden_TD: Tensor, batch: DeviceBatch, balance: LoadBalance | None = None
     ) -> VLOutput:
-        """Logits and losses of the token rows `[T, D]` after the final norm; `shape` is (B, L)."""
+        """Logits of the token rows `[T, D]` after the final norm, and losses of labels."""
+        shape = list(batch.tokens["input_ids"].shape)
+        if batch.logits_to_keep:
+            hidden_BLD = hidden_TD.reshape([*shape, -1])[:, -batch.logits_to_keep :]
+            shape = hidden_BLD.shape[:2]
+            hidden_TD = hidden_BLD.reshape([-1, hidden_TD.shape[-1]])
         logits_TV = self.lm_head(self.placement.ops.enter_columns(hidden_TD))
         logits_BLV = logits_TV.reshape([*shape, -1])
-        loss_sum, targets_T = None, None
-        if labels is not None:
-            targets_T = next_token_targets(device_tensor(labels))
-            weights_T = None
-            if loss_weights is not None:
-                # Shifted like the labels; the last of a row has no target.
-                weights_T = device_tensor(loss_weights).roll(-1, axis=1).reshape([-1])
-            loss_sum = self.placement.ops.summed_cross_entropy(logits_TV, targets_T, weights_T)
-        return self._output(logits_BLV, loss_sum, targets_T, num_target_tokens, balance)
+        if batch.labels is None:
+            return self._output(logits_BLV, None, None, None, balance)
+        targets_T, weights_T = next_token_targets(batch.labels), None
+        if batch.label_weights is not None:
+            # Shifted like the labels; the last of a row has no target.
+            weights_T = batch.label_weights.roll(-1, axis=1).reshape([-1])
+        loss_sum = self.placement.ops.summed_cross_entropy(logits_TV, targets_T, weights_T)
+        return self._output(logits_BLV, loss_sum, targets_T, batch.num_target_tokens, balance)
 
     def losses(
-        self,
-        hidden_TD: Tensor,
-        target_rows: Array,
-        num_target_tokens: int | None = None,
-        balance: LoadBalance | None = None,
-        target_weights: Array | None = None,
-        target_sources: Array | None = None,
-        num_sources: int = 0,
-        returns_log_probs: bool = False,
-        returns_choices: bool = False,
+        self, hidden_TD: Tensor, targets: Targets, balance: LoadBalance | None = None
     ) -> VLOutput:
-        """Losses of the token rows `[T, D]` after the final norm, without logits; see `forward`."""
-        rows_2R, ops = device_tensor(target_rows), self.placement.ops
-        if returns_choices:
-            entered_TD = ops.enter_columns(hidden_TD)
-            return VLOutput(choices=ops.head_choices(self.lm_head, entered_TD, rows_2R[0]))
-        targets_R = rows_2R[1]
-        if returns_log_probs:
-            entered_TD = ops.enter_columns(hidden_TD)
-            targets = TargetRows(rows_2R[0], targets_R)
-            output = self._output(None, None, targets_R, num_target_tokens, balance)
-            output.tokens = ops.head_log_probs(self.lm_head, entered_TD, targets)
+        """What targets want of the token rows `[T, D]` after the final norm, without logits."""
+        ops, entered_TD = self.placement.ops, self.placement.ops.enter_columns(hidden_TD)
+        if targets.wanted == "choices":
+            return VLOutput(choices=ops.head_choices(self.lm_head, entered_TD, targets.rows[0]))
+        rows_N, targets_N = targets.rows[0], targets.rows[1]
+        if targets.wanted == "log_probs":
+            output = self._output(None, None, targets_N, targets.num_tokens, balance)
+            wanted = TargetRows(rows_N, targets_N)
+            output.tokens = ops.head_log_probs(self.lm_head, entered_TD, wanted)
             return output
         sources = None
-        if target_sources is not None:
-            sources = TargetSources(device_tensor(target_sources), SourceSums(num_sources))
-        targets = TargetRows(rows_2R[0], targets_R, device_tensor(target_weights), sources)
-        loss_sum = ops.head_loss(self.lm_head, ops.enter_columns(hidden_TD), targets)
-        loss_sum = ops.context.total(loss_sum)
-        output = self._output(None, loss_sum, targets_R, num_target_tokens, balance)
+        if targets.sources is not None:
+            sources = TargetSources(targets.sources, SourceSums(targets.num_sources))
+        wanted = TargetRows(rows_N, targets_N, targets.weights, sources)
+        loss_sum = ops.context.total(ops.head_loss(self.lm_head, entered_TD, wanted))
+        output = self._output(None, loss_sum, targets_N, targets.num_tokens, balance)
         output.source_sums = None if sources is None else ops.context.total(sources.sums.total)
         return output
 
@@ -420,65 +227,29 @@ class VLForConditionalGeneration(PretrainedVLModel):
                 output.loss = output.loss + output.aux_weight * output.aux_loss
         return output
 
-    def encode_visual(
-        self,
-        pixel_values: Array | None = None,
-        image_grid_thw: Array | None = None,
-        pixel_values_videos: Array | None = None,
-        video_grid_thw: Array | None = None,
-        visual_rows_of_ranks: Sequence[np.ndarray] | None = None,
-        own_patches: Array | None = None,
-        **places: Array | None,
-    ) -> dict[str, Any]:
+    def encode_visual(self, patches: Patches | None) -> dict[str, Any]:
         """Run the vision tower once over images and videos together.
-
-        Args:
-            pixel_values, pixel_values_videos: `[P, patch_dim]`.
-            image_grid_thw, video_grid_thw: `[n, 3]` int64.
-            visual_rows_of_ranks: the rows that each rank gets, images first, in its order; in
-                place of all rows for all ranks. They are returned as if all were of one kind.
-            own_patches: `[P, patch_dim]` in place of both: of the items that this rank encodes,
-                see `RegionOps.own_items`, images first.
-            places: `PATCH_FIELDS` of the patches given, images first; None to compute them.
 
         Returns:
             `image_embeds` `[M, D]`, `deepstack_image_embeds` (a list of `[M, D]`) and the same for
-            videos; empty for an all-text batch, so that the tower gets no gradient, as in HF.
-
-        Raises:
-            ValueError: pixels without their grid or the reverse, or a different number of patches.
+            videos; empty for an all-text batch, so that the tower gets no gradient, as in HF. With
+            `rows_of_ranks` all are returned as if they were of one kind.
         """
-        vision = self.config.vision_config
-        grids, all_pixels = {}, []
-        for kind, pixels, grid in (
-            ("image", pixel_values, image_grid_thw),
-            ("video", pixel_values_videos, video_grid_thw),
-        ):
-            if own_patches is not None and grid is not None:
-                grids[kind] = host_array(grid)
-            elif pixels is not None or grid is not None:
-                count = None if pixels is None else pixels.shape[0]
-                grids[kind] = checked_grid(kind, count, host_array(grid))
-                all_pixels.append(device_tensor(pixels))
-        if not grids:
+        if patches is None:
             return {}
-        if own_patches is not None:
-            all_pixels = [device_tensor(own_patches)]
-        patches = [all_pixels[0] if len(all_pixels) == 1 else paddle.concat(all_pixels)]
-        if places.get(PATCH_FIELDS[0]) is not None:
-            patches += [device_tensor(places[name]) for name in PATCH_FIELDS]
+        vision, grids = self.config.vision_config, patches.grids
         merged, levels = self.placement.ops.encode_visual(
             self.encode_items,
-            patches,
+            patches.tensors(),
             np.concatenate(list(grids.values())),
             self.visual,
             merge=vision.spatial_merge_size,
             width=vision.out_hidden_size,
             num_levels=len(vision.deepstack_visual_indexes),
-            rows_of_ranks=visual_rows_of_ranks,
-            has_own_only=own_patches is not None,
+            rows_of_ranks=patches.rows_of_ranks,
+            has_own_only=patches.has_own_only,
         )
-        if visual_rows_of_ranks is not None:
+        if patches.rows_of_ranks is not None:
             kind = next(iter(grids))
             return {f"{kind}_embeds": merged, f"deepstack_{kind}_embeds": levels}
         embeds, begin, block = {}, 0, vision.spatial_merge_size**2
@@ -504,25 +275,9 @@ class VLForConditionalGeneration(PretrainedVLModel):
             places = [device_tensor(each) for each in layout]
         return self.visual(pixels, PatchRows(*places), Segments(frame_runs(grid_thw)))
 
-    def position_ids(
-        self,
-        input_ids: Array,
-        attention_mask: Array | None = None,
-        image_grid_thw: Array | None = None,
-        video_grid_thw: Array | None = None,
-        cu_seqlens: Array | None = None,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Positions `[3, B, L]` and rope deltas `[B]`, int64; see `mrope_position_ids`."""
-        return mrope_position_ids(
-            host_array(input_ids),
-            host_array(attention_mask),
-            host_array(image_grid_thw),
-            host_array(video_grid_thw),
-            image_token_id=self.config.image_token_id,
-            video_token_id=self.config.video_token_id,
-            spatial_merge_size=self.config.vision_config.spatial_merge_size,
-            cu_seqlens=host_array(cu_seqlens),
-        )
+    def position_ids(self, *inputs: Any, **fields: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Positions `[3, B, L]` and rope deltas `[B]`, int64; see `compute_position_ids`."""
+        return compute_position_ids(self.config, *inputs, **fields)
 
     def tokens_per_expert(self) -> dict[int, Tensor]:
         """Token rows per expert in the last call, without padding: `[E]` int64 by layer.

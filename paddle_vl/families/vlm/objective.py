@@ -22,7 +22,7 @@ from paddle_vl.families.vlm.model import VLOutput
 from paddle_vl.nn.objective import BatchAdapter, Loss
 from paddle_vl.nn.placement import Context
 
-_HOST_ARRAYS = frozenset({*GRIDS, "cu_seqlens", "visual_rows_of_ranks"})
+_HOST_ARRAYS = frozenset({*GRIDS, "cu_seqlens", "visual_rows_of_ranks", WHOLE_ROWS})
 
 # Of a slice: what is counted in the whole batch, and what is not in it.
 _COUNTED = ("attention_mask", "cu_seqlens", "target_rows", *GRIDS)
@@ -108,10 +108,6 @@ class VLBatchAdapter(BatchAdapter[VLBatch]):
 
     def is_for_device(self, name: str) -> bool:
         return name not in _HOST_ARRAYS
-
-    def to_device(self, batch: VLBatch) -> VLBatch:
-        fields = {name: value for name, value in batch.items() if name != WHOLE_ROWS}
-        return super().to_device(cast(VLBatch, fields))
 
     def synchronized(self, batch: VLBatch, needed: Sequence[int], model: nn.Layer) -> VLBatch:
         if needed[0] and model.placement.ops.layers_are_collective and not has_visual(batch):

@@ -10,27 +10,18 @@ to add), plus the rows that hold `[2, E]` routing sums.
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import paddle
 from paddle import Tensor
 
-from paddle_vl.batch.positions import PATCH_FIELDS
-from paddle_vl.batch.schema import PIXELS, WHOLE_ROWS
+from paddle_vl.families.vlm.device_batch import DeviceBatch, device_batch
 from paddle_vl.families.vlm.layers import decoder_positions
 from paddle_vl.families.vlm.model import VLForConditionalGeneration, VLOutput
 from paddle_vl.families.vlm.moe import LoadBalance
 
 # Assumed share of visual tokens in the cost of the vision tower.
 VISUAL_SHARE = 0.5
-_PIXELS = (*PIXELS, "own_patches", "visual_rows_of_ranks", *PATCH_FIELDS)
-_VISUAL_FIELDS = (*_PIXELS, "image_grid_thw", "video_grid_thw")
-_NOT_FOR_DECODER = (
-    *_PIXELS,
-    *("num_target_tokens", "target_rows", "target_weights", "target_sources", "num_sources"),
-    *("returns_log_probs", "returns_choices", WHOLE_ROWS),
-    "caches",
-)
 
 
 def layer_costs(config: Any) -> tuple[list[float], float, float]:
@@ -51,18 +42,14 @@ class VLStage:
     Args:
         model: a model that has these layers.
         layers: numbers of the layers.
-
-    Attributes:
-        not_for_decoder: entries of a batch that `decoder_arguments` does not take.
     """
-
-    not_for_decoder: ClassVar[tuple[str, ...]] = _NOT_FOR_DECODER
 
     def __init__(self, model: VLForConditionalGeneration, layers: range):
         self.model, self.layers = model, layers
         config = model.config
         self.is_first = layers.start == 0
         self.is_last = layers.stop == config.text_config.num_hidden_layers
+        self.runs_tower = self.is_first
         self.num_levels = len(config.vision_config.deepstack_visual_indexes)
         # Shape of the routing sums in messages, if there is a load-balancing loss.
         text = config.text_config
@@ -122,38 +109,25 @@ class VLStage:
             batch: a batch of the collator.
             rows_RD: output of the previous stage; None for the first.
         """
-        model = self.model
-        dict_args = model.decoder_arguments(
-            **{name: value for name, value in batch.items() if name not in self.not_for_decoder}
-        )
-        balance = None
+        model, own = self.model, self.device_batch(batch)
+        tokens, balance = own.tokens, None
         if self.sends_sums:
-            rows = dict_args["routed_rows"]
+            rows = tokens["routed_rows"]
             balance = LoadBalance(rows.num_real, model.placement.ops.sum_routing)
         if self.is_first:
-            inputs = model.language_model.embedding(dict_args | self.visual_rows(batch))
+            inputs = model.language_model.embedding(tokens | self.visual_rows(batch, own))
             x_TD = inputs["hidden_states"]
             levels = dict(enumerate(inputs.get("deepstack_visual_emb", [])))
         else:
-            inputs = dict_args | decoder_positions(model.config, dict_args)
+            inputs = tokens | decoder_positions(model.config, tokens)
             assert rows_RD is not None, "a later stage needs the message of the previous one"
             x_TD, levels = self._unpack(rows_RD, _num_visual_rows(batch), balance)
-        levels |= self.own_levels(batch, dict_args)
+        levels |= self.own_levels(batch, tokens)
         caches = batch.get("caches")
         x_TD = model.language_model.run_layers(self.layers, x_TD, levels, inputs, caches, balance)
         if self.is_last:
-            hidden_TD = model.language_model.norm(x_TD)
-            return model.losses(
-                hidden_TD,
-                batch["target_rows"],
-                batch["num_target_tokens"],
-                balance,
-                batch.get("target_weights"),
-                batch.get("target_sources"),
-                batch.get("num_sources", 0),
-                batch.get("returns_log_probs", False),
-                batch.get("returns_choices", False),
-            )
+            assert own.targets is not None, "a prepared batch has target rows"
+            return model.losses(model.language_model.norm(x_TD), own.targets, balance)
         left = [levels[g] for g in self.travelling(self.layers.stop) if g in levels]
         if balance is not None:
             sums_2E = balance.sums_2E
@@ -162,15 +136,19 @@ class VLStage:
             left.append(float32_to_rows(sums_2E, x_TD.shape[1], x_TD.dtype))
         return paddle.concat([x_TD, *left]) if left else x_TD
 
-    def own_levels(self, batch: dict[str, Any], dict_args: dict[str, Any]) -> dict[int, Tensor]:
+    def device_batch(self, batch: dict[str, Any]) -> DeviceBatch:
+        """What this stage needs of a batch, on the device."""
+        fields = {name: value for name, value in batch.items() if name != "caches"}
+        for_what = {"has_tower": self.runs_tower, "has_head": self.is_last}
+        return device_batch(self.model.config, self.model.placement.ops, **fields, **for_what)
+
+    def own_levels(self, batch: dict[str, Any], tokens: dict[str, Any]) -> dict[int, Tensor]:
         """This rank's rows of deepstack levels that come with the batch itself, by level."""
         return {}
 
-    def visual_rows(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def visual_rows(self, batch: dict[str, Any], own: DeviceBatch) -> dict[str, Any]:
         """The outputs of the tower for a batch, as inputs of the embedding."""
-        return self.model.encode_visual(
-            **{name: batch[name] for name in _VISUAL_FIELDS if name in batch}
-        )
+        return self.model.encode_visual(own.patches)
 
     def _unpack(
         self, rows_RD: Tensor, num_visual: int, balance: LoadBalance | None

@@ -13,10 +13,11 @@ from typing import Any, get_args, get_origin, get_type_hints
 import numpy as np
 import pytest
 
+from paddle_vl.batch.positions import PATCH_FIELDS
 from paddle_vl.batch.schema import Axes, VLBatch
 from paddle_vl.config.load import load_run_config
 from paddle_vl.families.policy.model_inputs import PlannerBatch, PolicyBatch
-from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
+from paddle_vl.families.vlm.device_batch import Patches, Targets, device_batch, token_fields
 from paddle_vl.families.vlm.inputs.collate import PackedCollator, VLCollator
 from paddle_vl.families.vlm.objective import empty_batch, with_unused_image
 from paddle_vl.nn.placement import SingleDevicePlacement
@@ -78,10 +79,10 @@ def test_batches_of_qwen3_vl_are_as_declared(name):
 
 
 def test_qwen3_vl_takes_every_field_by_name():
-    model = Qwen3VLForConditionalGeneration
-    # `forward` passes other keywords to `decoder_arguments`.
-    parameters = [inspect.signature(f).parameters for f in (model.forward, model.decoder_arguments)]
-    assert set(get_type_hints(VLBatch)) <= {*parameters[0], *parameters[1]}
+    functions = (device_batch, token_fields, Patches.of, Targets.of)
+    taken = {name for each in functions for name in inspect.signature(each).parameters}
+    host_only = {"label_sources", *PATCH_FIELDS}
+    assert set(get_type_hints(VLBatch)) <= taken | host_only
 
 
 @pytest.fixture(scope="module")

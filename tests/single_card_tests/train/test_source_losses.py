@@ -9,6 +9,7 @@ it anew; data of one source, or without names, have no such loss and no such fie
 
 import json
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 import paddle
@@ -22,7 +23,7 @@ from paddle_vl.families.vlm.inputs.collate import (
     sources_of_tokens,
     with_label_sources,
 )
-from paddle_vl.families.vlm.inputs.prepared import with_target_rows
+from paddle_vl.families.vlm.inputs.prepared import prepared, with_target_rows
 from paddle_vl.families.vlm.objective import VLLoss
 from paddle_vl.nn import objective
 from paddle_vl.train.reporting.metrics import StepMeter
@@ -59,7 +60,8 @@ def test_sources_change_no_bit_of_loss_and_gradient(has_weights, rows_per_chunk,
         objective, "CHUNK_LOGITS", rows_per_chunk * model.config.text_config.vocab_size
     )
     for given, num_sources in ((batch, 0), (of_three(batch), 3)):
-        counted = {name: value for name, value in given.items() if name != SOURCE_TARGETS}
+        complete: Any = prepared(given)
+        counted = {name: value for name, value in complete.items() if name != SOURCE_TARGETS}
         for parameter in model.parameters():
             parameter.clear_gradient(False)
         runner = vl_runner(model)
@@ -91,11 +93,12 @@ def literal_losses(monkeypatch) -> list[dict[int, tuple[float, int]]]:
         step = defaultdict(lambda: np.zeros(2))
         for batch in batches:
             for source in range(batch["num_sources"]):
-                labels = np.where(batch["label_sources"] == source, batch["labels"], -100)
-                kept = {k: v for k, v in batch.items() if "target" not in k and "loss" not in k}
+                rows, targets = np.array(batch["target_rows"])
+                targets = np.where(np.array(batch["target_sources"]) == source, targets, -100)
+                kept = {k: v for k, v in batch.items() if "target" not in k}
                 with paddle.no_grad():
-                    output = self.model(**kept | {"labels": labels})
-                number = np.count_nonzero(labels[:, 1:] != -100)
+                    output = self.model(**kept, target_rows=np.stack([rows, targets]))
+                number = np.count_nonzero(targets != -100)
                 step[source] += [float(output.loss_sum) if number else 0.0, number]
         steps.append(dict(step))
         return accumulate(self, batches, totals, *others)

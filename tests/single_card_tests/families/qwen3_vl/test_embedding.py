@@ -16,6 +16,7 @@ import pytest
 from paddle.static import InputSpec
 
 from paddle_vl.export import tracing as _tracing  # noqa: F401  Excepts code from conversion.
+from paddle_vl.families.vlm.device_batch import Patches
 from paddle_vl.families.vlm.layers import DeepstackLayer
 from paddle_vl.testing import MockedSequenceParallel, forbid_host_reads
 from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, patches, token_rows
@@ -267,7 +268,8 @@ def test_the_guard_against_host_reads_notices_each_kind(read):
 
 def test_decoder_forward_and_backward_read_nothing_on_the_host():
     model = tiny_model()
-    args = model.encode_visual(paddle.to_tensor(batch()["pixel_values"]), batch()["image_grid_thw"])
+    patches = Patches.of(paddle.to_tensor(batch()["pixel_values"]), batch()["image_grid_thw"])
+    args = model.encode_visual(patches)
     position_ids, _ = model.position_ids(IDS, image_grid_thw=batch()["image_grid_thw"])
     args |= {"input_ids": paddle.to_tensor(IDS), "position_ids": paddle.to_tensor(position_ids)}
     with forbid_host_reads():

@@ -13,6 +13,7 @@ import paddle
 import pytest
 
 from paddle_vl.families.vlm.inputs.collate import PackedCollator, VLCollator
+from paddle_vl.families.vlm.inputs.prepared import prepared
 from paddle_vl.families.vlm.pipeline import VLStage
 from paddle_vl.nn.key_value_cache import KeyValueCache
 from paddle_vl.parallel.recompute import recompute_layers
@@ -120,7 +121,8 @@ def test_the_tail_of_a_row_is_routed_to_no_expert(batch):
 
 @pytest.mark.parametrize("cut", [1, 2])
 def test_parts_of_a_pipeline_equal_the_samples_alone(alone, case, cut):
-    model, batch = case.build(**case.text), PackedCollator(COLLATOR)(case.rows)
+    model = case.build(**case.text)
+    batch: Any = prepared(PackedCollator(COLLATOR)(case.rows))
     rows = VLStage(model, range(cut))(batch)
     later = VLStage(model, range(cut, 3))
     assert later.input_shape(batch) == tuple(rows.shape)
