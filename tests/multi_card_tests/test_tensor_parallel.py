@@ -2,14 +2,16 @@
 
 Guarantees, on 2 and 4 ranks (4 ranks share 2 key heads), with and without sequence parallelism, and
 with the tower's work sharded or replicated: loss and every gradient of every rank are equal, on
-batches that mix images, videos and text, that leave ranks without an image, and of text only; fresh
-weights and saved files are equal; each image is encoded once; all feature levels are gathered in
-one collective; simulated ranks (`paddle_vl.testing`) issue the collectives of real ones.
+batches that mix images, videos and text, with the loss weights and the sums of sources, that leave
+ranks without an image, and of text only; fresh weights and saved files are equal; each image is
+encoded once; all feature levels are gathered in one collective; simulated ranks
+(`paddle_vl.testing`) issue the collectives of real ones.
 """
 
 import tempfile
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import paddle
@@ -18,6 +20,8 @@ import pytest
 
 from paddle_vl import Qwen3VLForConditionalGeneration
 from paddle_vl.families.vlm.device_batch import Patches
+from paddle_vl.families.vlm.inputs.prepared import with_target_rows
+from paddle_vl.families.vlm.model import VLOutput
 from paddle_vl.parallel.collectives import all_reduce_partial_gradients
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.recorder import Collective, record_collectives
@@ -52,7 +56,13 @@ def batch(name: str) -> dict:
         ids = token_rows(first, second, [7, 8, 9, 3], length=12)
     labels = np.where(np.isin(ids, (IMAGE, VIDEO)), -100, ids)
     labels[:, 9:] = -100
-    return {"input_ids": ids, "labels": labels, **media}
+    fields: Any = {"input_ids": ids, "labels": labels, **media}
+    if name == "mixed":
+        numbers = np.arange(ids.size).reshape(ids.shape)
+        fields |= {"label_sources": numbers % 2, "num_sources": 2}
+        fields |= {"loss_weights": (1 + numbers % 3).astype("float32")}
+        fields = with_target_rows(fields)
+    return fields
 
 
 def freeze_tower(model) -> None:
@@ -60,24 +70,25 @@ def freeze_tower(model) -> None:
         parameter.stop_gradient = True
 
 
-def reference(name: str, frozen: bool) -> tuple[float, dict[str, np.ndarray]]:
+def reference(name: str, frozen: bool) -> tuple[VLOutput, dict[str, np.ndarray]]:
     model = tiny_model()
     if frozen:
         freeze_tower(model)
-    loss = model(**batch(name)).loss
-    loss.backward()
+    output = model(**batch(name))
+    output.loss.backward()
     grads = {
         item.key: item.layout.to_stored(item.of_own(item.parameter.grad.numpy()))
         for item in model.stored_parameters()
         if item.parameter.grad is not None
     }
-    return loss.item(), grads
+    return output, grads
 
 
 def worst_difference(
     folder: str, group, sequence_parallel: bool, vision: str, name: str, frozen: bool = False
 ) -> tuple[float, str]:
-    """Largest relative error of loss and gradients against one device, and its tensor."""
+    """Largest relative error of loss, sums of sources and gradients against one device, and its
+    tensor."""
     placement = FleetPlacement(group, sequence_parallel, vision)
     model = Qwen3VLForConditionalGeneration.from_pretrained(folder, placement=placement)
     if frozen:
@@ -85,8 +96,11 @@ def worst_difference(
     output = model(**batch(name))
     output.loss.backward()
     all_reduce_partial_gradients(placement.parameter_table.with_specs(model.parameters()), group)
-    loss, wanted = reference(name, frozen)
-    worst = (abs(output.loss.item() - loss) / loss, "loss")
+    one, wanted = reference(name, frozen)
+    worst = (abs(output.loss.item() / one.loss.item() - 1), "loss")
+    if name == "mixed":
+        error = (output.source_sums / one.source_sums - 1).abs().max()
+        worst = max(worst, (error.item(), "sources"))
     for item in model.stored_parameters():
         if item.key not in wanted:
             # Text only: one device has no tower gradients, and ranks have zeros.

@@ -79,9 +79,14 @@ BALANCED = EXPERTS | {"output_router_logits": True, "router_aux_loss_coef": 4.0}
 @pytest.mark.parametrize("grids", [[[1, 2, 4], [1, 4, 2]], []], ids=["images", "text"])
 @pytest.mark.parametrize("text", [{}, BALANCED], ids=["dense", "experts"])
 def test_parts_in_a_row_are_the_whole_model(ends, grids, text):
+    """With the loss weights and the sums of sources."""
     batch = batch_of(grids)
+    numbers_N = np.arange(batch["target_rows"].shape[1])
+    batch |= {"target_weights": (1 + numbers_N % 3).astype("float32")}
+    batch |= {"target_sources": numbers_N % 2, "num_sources": 2}
     model = tiny_model(**text)
-    wanted = model(**batch).share_of_step(3, 2)
+    whole = model(**batch)
+    wanted = whole.share_of_step(3, 2)
     wanted.backward()
     gradients = {n: p.grad for n, p in model.hf_named_parameters()}
     other = tiny_model(**text)
@@ -91,6 +96,7 @@ def test_parts_in_a_row_are_the_whole_model(ends, grids, text):
     loss = output.share_of_step(3, 2)
     loss.backward()
     np.testing.assert_allclose(loss.numpy(), wanted.numpy(), rtol=1e-6)
+    np.testing.assert_allclose(output.source_sums.numpy(), whole.source_sums.numpy(), rtol=1e-6)
     for name, parameter in other.hf_named_parameters():
         if gradients[name] is None:
             assert parameter.grad is None, name
