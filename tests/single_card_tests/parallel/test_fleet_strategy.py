@@ -1,7 +1,8 @@
 """Options of fleet: which are passed through and which are refused.
 
 Guarantees: each overlap is on wherever its conditions hold, a run's choice decides otherwise, and
-docs/parallelism.md has the table of them; variables of the environment are told where they are missing.
+docs/parallelism.md has the table of them; variables of the environment are told where they are
+missing.
 """
 
 import re
