@@ -1,6 +1,6 @@
 """Draw the plots of docs/images from the tables in the pages beside them.
 
-    python tools/draw_figures.py [profile_pi07_cpu pretraining cpu_step_parts]
+    python tools/draw_figures.py [pretraining]
 
 The figures were measured when the pages say so; this draws them again, with the functions and the
 look that the package uses for its own plots.
@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paddle_vl.profile.cells import Cell, Choice
-from paddle_vl.profile.matrix_report import matrix_figure
 from paddle_vl.train.reporting.plots import COLOURS, label_axes, new_figure
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -36,20 +34,6 @@ def tables(page: str, columns: str) -> list[Rows]:
     if not found:
         raise ValueError(f"docs/{page} has no table that begins with {columns!r}")
     return found
-
-
-def profile_pi07_cpu() -> Any:
-    """The matrix of docs/profiling.md, by the function that draws every matrix."""
-    cells = []
-    for row in tables("profiling.md", "| sharding | recompute | cameras")[0]:
-        choice = Choice(row["sharding"], row["recompute"], int(row["cameras"]))
-        run = {} if row["memory GB"] == "OOM" else {
-            "global_samples_per_sec": float(row["samples/s"]),
-            "peak_reserved_gb_worst": float(row["memory GB"]),
-        }  # fmt: skip
-        status = "ok" if run else "oom"
-        cells.append(Cell(choice, int(row["batch"]), status, "", {}, (run,) if run else ()))
-    return matrix_figure(cells, 1.0)
 
 
 def pretraining() -> Any:
@@ -86,38 +70,7 @@ def _pairs(axes: Any, rows: Rows, name: str, columns: Sequence[str]) -> list[Any
     return drawn
 
 
-def cpu_step_parts() -> Any:
-    """The parts of a training step on a CPU, one after the other in a bar for each side."""
-    found = tables("cpu_speed.md", "| part | Paddle's operations")
-    figure = new_figure(10, 5.6)
-    shown: dict[str, Any] = {}
-    panels = figure.subplots(len(found), 1, squeeze=False)[:, 0]
-    for axes, (total, *parts), family in zip(panels, found, ("Qwen3-VL", "pi07"), strict=True):
-        sides = [side for side in total if side != "part"]
-        milliseconds = [float(total[side]) for side in sides]
-        left = [0.0] * len(sides)
-        for row in parts:
-            values = [float(row[side]) for side in sides]
-            # Smaller parts cannot be seen.
-            if max(values) > 0.01 * max(milliseconds):
-                number = [*shown, row["part"]].index(row["part"])
-                colour = COLOURS[number % len(COLOURS)]
-                bars = axes.barh(sides, values, left=left, color=colour, edgecolor="w")
-                shown.setdefault(row["part"], bars)
-                left = [begin + ms for begin, ms in zip(left, values, strict=True)]
-        for number, ms in enumerate(milliseconds):
-            axes.text(left[number], number, f" {ms:.0f} ms", va="center", fontsize=9)
-        axes.invert_yaxis()
-        slow, *_, fast = milliseconds
-        told = f"{family}: a training step takes {fast:.0f} ms in place of {slow:.0f} ms"
-        label_axes(axes, told, "milliseconds", "")
-    figure.legend([*shown.values()], [*shown], loc="outside lower center", ncols=6, frameon=False)
-    return figure
-
-
-FIGURES: dict[str, Callable[[], Any]] = {
-    function.__name__: function for function in (profile_pi07_cpu, pretraining, cpu_step_parts)
-}
+FIGURES: dict[str, Callable[[], Any]] = {"pretraining": pretraining}
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 `parallel.fleet` passes options to `mp_configs`, `pp_configs` and `sharding_configs`, under the
 names of Paddle 3.3. Options that a setting of this package controls, that have no effect here or
-that are wrong here (see docs/fleet.md) are not passed.
+that are wrong here (see docs/step.md) are not passed.
 """
 
 import difflib

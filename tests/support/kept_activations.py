@@ -62,7 +62,7 @@ class DenseLayer(NamedTuple):
 
 
 def documented_table() -> str:
-    """The table of docs/recompute.md."""
+    """The table of docs/memory.md."""
     models = {
         "2B": DenseLayer(2048, 6144, 2048, 1024, 128),
         "8B": DenseLayer(4096, 12288, 4096, 1024, 128),

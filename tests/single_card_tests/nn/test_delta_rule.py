@@ -4,7 +4,7 @@ Guarantees, plain, with Paddle's kernels and compiled: the chunked form equals t
 float64, over several chunks, for packed samples of any lengths, with a state before, and for a
 single token; every gradient equals the recurrence's, and frozen inputs have none; nearly parallel
 keys and strong decay lose no precision, and no entry becomes NaN; launches are those of
-docs/gpu_kernels.md.
+docs/gpu.md.
 """
 
 import re
@@ -252,7 +252,7 @@ def test_launches_are_those_of_the_page(kernels, request, capfd):
     """Without views, for 2, 3 and 4 chunks; counted of Paddle's operators."""
     if request.node.callspec.params["kernels"] != "cpu":
         pytest.skip("the page counts the chain of products")
-    page = (Path(__file__).parents[3] / "docs" / "gpu_kernels.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "gpu.md").read_text(encoding="utf-8")
     row = re.search(r"`gated_delta_rule` \| (\d+) \+ (\d+) S \| (\d+) \+ (\d+) S", page)
     forward, per_step, backward, per_step_back = map(int, row.groups())
     views = {

@@ -1,7 +1,8 @@
 """Options of fleet: which are passed through and which are refused.
 
 Guarantees: each overlap is on wherever its conditions hold, a run's choice decides otherwise, and
-docs/fleet.md has the table of them; variables of the environment are told where they are missing.
+docs/parallelism.md has the table of them; variables of the environment are told where they are
+missing.
 """
 
 import re
@@ -87,7 +88,7 @@ def test_an_overlap_that_cannot_run_or_does_nothing_is_refused(options, message)
 
 
 PP = {"pp_degree": 4, "num_micro_batches": 8}
-# One topology for each row of the table in docs/fleet.md.
+# The topologies of the table in docs/parallelism.md.
 TOPOLOGIES = {
     "dp": ParallelDegrees(dp_degree=2),
     "dp, pp, virtual stages": ParallelDegrees(dp_degree=2, **PP, num_virtual_stages=2),
@@ -117,18 +118,20 @@ TOPOLOGIES = {
 
 
 def table() -> str:
-    """The table of docs/fleet.md: what is on with the launcher's variables on GPUs."""
-    lines = ["| topology | `" + CONNECTIONS + "` | on |", "| --- | --- | --- |"]
+    """The table of docs/parallelism.md: what is on with the launcher's variables on GPUs."""
+    lines = ["| topologies | `" + CONNECTIONS + "` | on |", "| --- | --- | --- |"]
+    found: dict[tuple[str, str], list[str]] = {}
     for name, degrees in TOPOLOGIES.items():
         variable = launch_variables(degrees).get(CONNECTIONS)
         chosen = overlaps(degrees, on_gpu=True, connections=variable or "not set")
         on = [f"`{option.split('.')[-1]}`" for option, each in chosen.items() if each.is_on]
-        lines.append(f"| {name} | {variable or 'as it is'} | {', '.join(on) or 'none'} |")
+        found.setdefault((variable or "as it is", ", ".join(on) or "none"), []).append(name)
+    lines += [f"| {'; '.join(names)} | {cells[0]} | {cells[1]} |" for cells, names in found.items()]
     return "\n".join(lines)
 
 
 def test_the_documented_table_is_that_of_the_function():
-    text = (Path(__file__).parents[3] / "docs" / "fleet.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "parallelism.md").read_text(encoding="utf-8")
     assert table() in text, table()
 
 

@@ -1,4 +1,4 @@
-"""The formula of memory per rank, and its table in docs/sharding.md.
+"""The formula of memory per rank, and its table in docs/memory.md.
 
 Guarantees: every stage shards what it should, computed by hand; gradients of several micro-batches
 and the memory of each option are counted; the documented figures for pi07's published size come
@@ -24,7 +24,7 @@ from tests.support.sharding_memory import (
     passing_bytes,
 )
 
-DOCS = Path(__file__).parents[3] / "docs" / "sharding.md"
+DOCS = Path(__file__).parents[3] / "docs" / "memory.md"
 # 1000 trained and 200 frozen parameters in units, 100 and 40 in the root.
 HALF = ModelElements(Elements(1000, 200), Elements(100, 40), Elements(300, 0), 80, 2)
 ONCE = ShardingOptions(reduce_once_per_step=True)

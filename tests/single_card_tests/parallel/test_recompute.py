@@ -3,7 +3,7 @@
 Guarantees: for every family, with experts, adapters and frozen parts, `act`, `attention` and `mlp`
 give the loss and the gradients of no recomputation to the bit; after the backward pass nothing is
 left; a decoder layer keeps the bytes of `tests.support.kept_activations`, whose numbers are in
-docs/recompute.md; a layer without the part is refused.
+docs/memory.md; a layer without the part is refused.
 """
 
 import gc
@@ -134,7 +134,7 @@ def test_what_runs_again_are_the_counted_operations():
 
 
 def test_the_documented_table_is_that_of_the_formula():
-    text = (Path(__file__).parents[3] / "docs" / "recompute.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "memory.md").read_text(encoding="utf-8")
     assert documented_table() in text, documented_table()
 
 

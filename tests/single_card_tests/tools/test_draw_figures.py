@@ -29,4 +29,4 @@ def test_bad_input_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["draw_figures.py", "nothing"])
     with pytest.raises(SystemExit):
         draw_figures.main()
-    assert "nothing: the figures are profile_pi07_cpu" in capsys.readouterr().err
+    assert "nothing: the figures are pretraining" in capsys.readouterr().err
