@@ -1,14 +1,13 @@
 """Draw the plots of docs/images from the tables in the pages beside them.
 
-    python tools/draw_figures.py [profile_pi07_cpu pretraining cpu_step_parts]
+    python tools/draw_figures.py [profile_pi07_cpu cpu_step_parts]
 
 The figures were measured when the pages say so; this draws them again, with the functions and the
 look that the package uses for its own plots.
 """
 
 import argparse
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,40 +51,6 @@ def profile_pi07_cpu() -> Any:
     return matrix_figure(cells, 1.0)
 
 
-def pretraining() -> Any:
-    """What pretraining is worth: losses before and after, and the steps that it saves."""
-    figure = new_figure(10, 4)
-    left, right = figure.subplots(1, 2)
-    losses = tables("pretraining.md", "| source | random weights")[0]
-    bars = _pairs(left, losses, "source", ("random weights", "pretrained"))
-    title = "Pretraining lowers the loss of every source"
-    label_axes(left, title, "source of held-out documents", "loss, nats per token")
-    steps = tables("pretraining.md", "| right answers | pretrained")[0]
-    _pairs(right, steps, "right answers", ("random", "pretrained"))
-    title = "Pretraining saves steps of fine-tuning"
-    label_axes(right, title, "right answers to held-out questions", "steps of fine-tuning")
-    names = ["from random weights", "pretrained (median of 3 seeds, whiskers: lowest to highest)"]
-    figure.legend(bars, names, loc="outside lower center", ncols=2, frameon=False)
-    return figure
-
-
-def _pairs(axes: Any, rows: Rows, name: str, columns: Sequence[str]) -> list[Any]:
-    """Two bars for every row, `1.5 (1 to 2)`: a median with its range; the bars by column."""
-    drawn = []
-    for number, (column, colour) in enumerate(zip(columns, ("0.75", COLOURS[0]), strict=True)):
-        found = [re.findall(r"[\d.]+", row[column].partition(")")[0]) for row in rows]
-        middle, low, high = zip(*(map(float, values) for values in found), strict=True)
-        at = [place + 0.4 * number - 0.2 for place in range(len(rows))]
-        ranges = [[a - b for a, b in zip(*pair, strict=True)] for pair in
-                  ((middle, low), (high, middle))]  # fmt: skip
-        drawn.append(axes.bar(at, middle, 0.38, yerr=ranges, capsize=3, color=colour))
-        # A seed that never got there is told behind the range.
-        texts = [f"{row[column].split()[0]}{row[column].partition(')')[2]}" for row in rows]
-        axes.bar_label(drawn[-1], texts, padding=1, fontsize=9)
-    axes.set_xticks(range(len(rows)), [row[name] for row in rows])
-    return drawn
-
-
 def cpu_step_parts() -> Any:
     """The parts of a training step on a CPU, one after the other in a bar for each side."""
     found = tables("cpu_speed.md", "| part | Paddle's operations")
@@ -116,7 +81,7 @@ def cpu_step_parts() -> Any:
 
 
 FIGURES: dict[str, Callable[[], Any]] = {
-    function.__name__: function for function in (profile_pi07_cpu, pretraining, cpu_step_parts)
+    function.__name__: function for function in (profile_pi07_cpu, cpu_step_parts)
 }
 
 
