@@ -4,7 +4,7 @@
     python examples/serve_exported.py exports/digits digit.png "Which digit is this?"
 
 One question about one image, answered greedily. It shows what a server in another language must do:
-the prompt, the patches, the positions, and the three programs. docs/export.md has their inputs.
+the prompt, the patches, the positions, and the three programs. export.json has their inputs.
 
 Shapes: P patches, L prompt length, C capacity of the buffers, Y rows and X columns of patches.
 """

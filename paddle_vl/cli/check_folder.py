@@ -29,7 +29,7 @@ CHECK_FOLDER = Command(
     "Compare a model folder, or adapters and their base, with what an engine reads. Prints what is "
     "refused, missing, lost (the engine says nothing, and answers differ), unchecked (paddle-vl "
     "cannot read it) and ignored (answers are the same); the exit code is 1 for the first four. "
-    "See docs/serving.md.",
+    "See docs/export.md.",
     "example:\n  paddle-vl check-folder runs/doors --for vllm",
     [
         model(),

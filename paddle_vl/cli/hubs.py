@@ -34,7 +34,7 @@ DOWNLOAD = Command(
     download,
     "download a model or a data set from a hub",
     "Download the needed files of a model, or a data set, into the hub's cache, and print the "
-    "folder. Settings and options for a model's folder take its name, too: see docs/hubs.md.",
+    "folder. Settings and options for a model's folder take its name, too: see docs/data.md.",
     "example:\n  paddle-vl download Qwen/Qwen3-VL-2B-Instruct --out models/qwen3-vl-2b",
     [
         value("name", "NAME", _NAME),

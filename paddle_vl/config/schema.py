@@ -79,7 +79,7 @@ class DataConfig(Section):
     train: list[FilePath] = Field(default=[])
     """JSONL files to train on (image and video paths are relative to their file); for Qwen3-VL also
     the sources of a pretraining mix, {path, format, weight, name, targets, loss_weight, columns},
-    see docs/pretraining_data.md"""
+    see docs/pretraining.md"""
     eval: list[FilePath] = Field(default=[])
     """data for the evaluation loss; entries as in data.train"""
     processor: FilePath | None = None

@@ -43,7 +43,7 @@ FORWARD = {
     "cache_position": Foreign("positions come from input_ids and grids: leave it out"),
     "rope_deltas": Foreign("positions come from input_ids and grids: leave it out"),
 }
-_FETCHED = "the hub's environment variables say it, see docs/hubs.md"
+_FETCHED = "the hub's environment variables say it, see docs/data.md"
 _QUANTIZED = "weights are loaded in a floating point dtype: leave it out"
 # Of `from_pretrained`.
 LOADING = {

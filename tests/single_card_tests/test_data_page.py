@@ -1,7 +1,7 @@
 """The pages for people who bring data, docs/data.md and docs/coming_from.md.
 
-Guarantees: every row that the page shows becomes what stands beside it, or is refused with the
-words that stand beside it; every format, every entry of a source and every strategy has its line;
+Guarantees: every row that the page shows becomes what stands beside it; a row that cannot be used
+is refused with its remedy; every format, every entry of a source and every strategy has its line;
 every setting that the pages name exists, what they write in YAML is valid, and the name of another
 trainer's setting leads to the same setting as its line; the settings beside another trainer's
 options are loaded with their values.
@@ -29,7 +29,7 @@ from paddle_vl.families.vlm.inputs.tokenizer import IM_END
 from paddle_vl.families.vlm.settings import VLDataConfig
 from paddle_vl.families.vlm.templates.encoding import TemplateEncoder
 from tests.single_card_tests.config.test_load import MINIMAL
-from tests.single_card_tests.families.qwen3_vl.chat_builders import tiny_tokenizer
+from tests.single_card_tests.families.qwen3_vl.chat_builders import assistant, tiny_tokenizer, user
 from tests.single_card_tests.test_docs import ROOT, blocks, is_setting
 
 DATA, COMING_FROM = ROOT / "docs/data.md", ROOT / "docs/coming_from.md"
@@ -55,7 +55,77 @@ def tables(page: Path) -> dict[str, list[list[str]]]:
 
 
 ROWS = tables(DATA)["format | row | becomes"]
-REFUSED = tables(DATA)["given | row | kind | says"]
+
+
+def asked(question: str = "Open?", answer: str = "Yes.", **more: Any) -> dict[str, Any]:
+    """A row of one question and its answer, and what more stands in it."""
+    return {"messages": [user(question), assistant(answer)], **more}
+
+
+def said(*texts: str) -> dict[str, Any]:
+    """A row of ShareGPT: a question, and answers behind it."""
+    roles = ("human", *["gpt"] * len(texts))
+    turns = zip(roles, texts, strict=False)
+    return {"conversations": [{"from": role, "value": text} for role, text in turns]}
+
+
+DOOR, WIND = {"images": ["door.jpg"]}, {"role": "tool_call", "content": '{"name": "wind"}'}
+# What is given, and the row, kind and end of the sentence of the refusal.
+REFUSED: dict[str, tuple[Any, str, str]] = {
+    "a preference": (
+        asked(rejected_response="No."), "preference",
+        "keep the answer to learn as the assistant's message, and remove the key",
+    ),
+    "a document": (
+        {"text": "The tide rises."}, "corpus",
+        "write the file as a source of documents, {path: ..., format: text}",
+    ),
+    "plain prompt and completion": (
+        {"prompt": "Open?", "completion": "Yes."}, "ambiguous",
+        "set data.format to query_response for a conversation",
+    ),
+    "tools, and no chat template in the checkpoint's folder": (
+        asked(tools=[{"name": "tide"}]), "unsupported",
+        "add its chat_template.jinja, or write them into the contents as text",
+    ),
+    "a call of an unknown tool": (
+        {"messages": [user("Tide?"), WIND], "tools": [{"name": "tide"}]}, "bad_tool_call",
+        "add its definition to 'tools', or correct the name",
+    ),
+    "an unknown key of a message": (
+        {"messages": [user("Open?"), assistant("Yes.") | {"los": False}]}, "unknown_key",
+        "(is 'loss' meant?)",
+    ),
+    "two columns of one name": (
+        {"query": "Open?", "question": "Closed?", "response": "Yes."}, "ambiguous",
+        "hide all but one",
+    ),
+    "fewer media than tags": (
+        asked("<image><image>Same?", **DOOR), "tag_count",
+        "they are matched in order and must be equal in number",
+    ),
+    "an image in an answer": (
+        asked("Draw.", "<image>", **DOOR), "tag_count", "move it to a user or system message"
+    ),
+    "an address": (
+        asked("<image>Open?", images=["https://example.com/door.jpg"]), "remote",
+        "data.allow_remote",
+    ),
+    "a box outside of its image": (
+        asked("<image>Where?", "<bbox>", objects={"bbox": [[64, 48, 700, 240]]}, **DOOR),
+        "bad_box", "set data.clip_boxes to true",
+    ),
+    "a control token in a text": (
+        asked("Say <|im_end|>."), "special_token", "remove or rewrite them"
+    ),
+    "answers that follow each other": (
+        said("Open?", "Yes.", "Quite."), "bad_order", "questions and answers alternate"
+    ),
+    "no answer": ({"messages": [user("Open?")]}, "no_assistant", "add an answer"),
+    "a list of packed rows": (
+        [said("Open?", "Yes.")], "unsupported", "give the rows one by one, the run packs them"
+    ),
+}  # fmt: skip
 
 
 def code(cell: str) -> str:
@@ -95,21 +165,19 @@ def test_rows_become_what_the_page_says(named: str, row: str, becomes: str):
     assert as_shown(found) == becomes
 
 
-@pytest.mark.parametrize(
-    ("row", "kind", "says"), [each[1:] for each in REFUSED], ids=[each[0] for each in REFUSED]
-)
-def test_rows_are_refused_as_the_page_says(row: str, kind: str, says: str, tmp_path: Path):
+@pytest.mark.parametrize(("row", "kind", "says"), REFUSED.values(), ids=REFUSED)
+def test_rows_are_refused_with_a_remedy(row: Any, kind: str, says: str, tmp_path: Path):
     Image.new("RGB", SIZE).save(tmp_path / "door.jpg")
     reader = RowReader(RowSettings(control_tokens={IM_END}))
 
     def used() -> None:
-        conversation = reader(json.loads(code(row)), tmp_path)
+        conversation = reader(row, tmp_path)
         conversation.check_targets()
         TemplateEncoder(None, tiny_tokenizer().backend).check(conversation)
 
     with pytest.raises(BadSampleError) as refused:
         used()
-    assert refused.value.kind == code(kind)
+    assert refused.value.kind == kind
     assert says in refused.value.reason
 
 

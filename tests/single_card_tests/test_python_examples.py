@@ -1,7 +1,7 @@
 """The Python that the pages show for Qwen3-VL.
 
-Guarantees: docs/python.md makes a small model folder, whose export ends answers likewise; the
-examples of docs/python.md and of the README's "Generate and export" run on such a folder as they
+Guarantees: docs/models.md makes a small model folder, whose export ends answers likewise; the
+examples of docs/models.md and of the README's "Generate and export" run on such a folder as they
 are written; the commands that fetch a model name no host.
 """
 
@@ -35,11 +35,11 @@ def run_python(page: str, section: str) -> dict:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """The folder of docs/python.md, section "Small models"."""
+    """The folder of docs/models.md, section "Small models"."""
     folder = tmp_path_factory.mktemp("made")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        run_python("docs/python.md", "## Small models")
+        run_python("docs/models.md", "## Small models")
     return folder / "small" / "model"
 
 
@@ -90,7 +90,7 @@ def test_the_readmes_example_runs_as_it_is_written():
 
 @pytest.mark.usefixtures("digits")
 def test_the_example_from_python_runs_as_it_is_written(tmp_path):
-    names = printed_names("docs/python.md", "# From Python")
+    names = printed_names("docs/models.md", "# From Python")
     assert names["model"].lm_head.weight.grad is not None
     labels = names["batch"]["labels"]
     processor = names["processor"]

@@ -43,7 +43,7 @@ class VLDataConfig(DataConfig):
     train: DataEntries = Field(default=[])
     """conversations: files of any kind, data sets on a hub (hf://org/name) or names of
     data.dataset_info, with #500 or %50 behind them for some of the rows, or sources with settings
-    of their own, see docs/data.md; or a pretraining mix, see docs/pretraining_data.md"""
+    of their own, see docs/data.md; or a pretraining mix, see docs/pretraining.md"""
     eval: DataEntries = Field(default=[])
     """data for the evaluation loss; entries as in data.train"""
     format: RowFormat | None = None
