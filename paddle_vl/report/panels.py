@@ -87,6 +87,11 @@ class Curve:
         is_counter = values == sorted(values)
         return not (self.is_eval or is_counter or self.key.startswith(_SCHEDULE))
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether its points are marked."""
+        return self.is_eval or len(self.series.steps) < 30
+
 
 @dataclass(frozen=True)
 class Panel:

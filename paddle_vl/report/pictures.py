@@ -52,14 +52,13 @@ def draw_panel(axes: Any, runs: Sequence[Run], panel: Panel) -> None:
             value if value is not None and abs(value) < _LARGEST else float("nan")
             for value in curve.series.values
         ]
-        is_sparse = curve.is_eval or len(steps) < 30
         axes.plot(
             steps,
             values,
             color=colour,
             linestyle=_STYLES[curve.look % len(_STYLES)] if several else "-",
             linewidth=0.8 if curve.statistic in ("min", "max") else 1.5,
-            marker="o" if is_sparse else "",
+            marker="o" if curve.is_sparse else "",
             markersize=4 if curve.is_eval else 2,
             label=_drawable(label or panel.title),
         )

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paddle_vl.config.load import flatten, read_yaml
 from paddle_vl.report.predictions import read_predictions
@@ -39,8 +39,7 @@ class Series:
         return [(step, value) for step, value in pairs if value is not None]
 
 
-@dataclass(frozen=True)
-class SkippedUpdates:
+class SkippedUpdates(NamedTuple):
     """Updates skipped between two metrics lines.
 
     Attributes:
