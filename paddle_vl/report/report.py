@@ -188,11 +188,11 @@ def page_data(runs: Sequence[Run], panels: Sequence[Panel]) -> dict[str, Any]:
 
 def _axes(runs: Sequence[Run]) -> list[str]:
     """Metrics that all runs have and that increase in all."""
-    return [key for key in _AXES if all(_rises(run, key) for run in runs)]
+    found = {key: [run.numbers(key) for run in runs] for key in _AXES}
+    return [key for key, each in found.items() if all(map(_rises, each))]
 
 
-def _rises(run: Run, key: str) -> bool:
-    values = [value for _, value in run.series[key].points] if key in run.series else []
+def _rises(values: Sequence[float]) -> bool:
     return len(values) > 1 and values == sorted(values) and values[0] < values[-1]
 
 

@@ -77,7 +77,7 @@ def _side_by_side(told: Iterable[_Told]) -> list[_Row]:
 def _results(run: Run) -> _Told:
     planned = (run.settings or {}).get("train.max_steps")
     speeds = [key for key in run.series if key.endswith("_per_second")]
-    imbalance, best = _values(run, "token_imbalance"), None
+    imbalance, best = run.numbers("token_imbalance"), None
     if "eval_loss" in run.series:
         step, loss = min(run.series["eval_loss"].points, key=lambda point: point[1])
         best = f"{shown_number(loss)} at step {step:,}"
@@ -88,7 +88,7 @@ def _results(run: Run) -> _Told:
         "best evaluation loss": best,
         "last evaluation loss": _last(run, "eval_loss"),
         "mean per second": ", ".join(
-            f"{shown_number(fmean(_values(run, key)))} {key.removesuffix('_per_second')}"
+            f"{shown_number(fmean(run.numbers(key)))} {key.removesuffix('_per_second')}"
             for key in speeds
         )
         or None,
@@ -102,14 +102,10 @@ def _results(run: Run) -> _Told:
     }
 
 
-def _values(run: Run, key: str) -> list[float]:
-    return [value for _, value in run.series[key].points] if key in run.series else []
-
-
 def _last(run: Run, key: str) -> str | None:
     """The last number; of several seeds with its ends, see `paddle_vl.report.seeds`."""
     mean, *ends = (
-        shown_number(values[-1]) if (values := _values(run, name)) else None
+        shown_number(values[-1]) if (values := run.numbers(name)) else None
         for name in (key, f"{key}_min", f"{key}_max")
     )
     return f"{mean} ({' to '.join(filter(None, ends))})" if mean and any(ends) else mean
