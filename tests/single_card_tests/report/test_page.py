@@ -1,9 +1,9 @@
 """The page of a report.
 
-Guarantees: it is one file without external references; its data are all numbers of the metrics
-files at their steps, whichever metrics a run lacks; texts of a run cannot become markup; the
-selectable x-axes are those that all runs have; in a browser every curve is drawn and the controls
-work.
+Guarantees: it is one file without external references, with the licence of what it holds; its data
+are all numbers of the metrics files at their steps, whichever metrics a run lacks; texts of a run
+cannot become markup; the selectable x-axes are those that all runs have; in a browser every curve
+is drawn and the controls work.
 """
 
 import json
@@ -58,8 +58,8 @@ def page_of(tmp_path: Path, *folders: Path) -> tuple[str, Page]:
     return text, Page(text)
 
 
-def data_of(page: Page) -> dict:
-    return json.loads(page.texts["data"])
+def data_of(tmp_path: Path, *folders: Path) -> dict:
+    return json.loads(page_of(tmp_path, *folders)[1].texts["data"])
 
 
 def two_runs(tmp_path: Path) -> list[Path]:
@@ -73,6 +73,7 @@ def test_page_is_whole_and_asks_nobody(tmp_path):
         (tag, value) for tag, name, value in page.attributes if name in ("src", "href", "srcset")
     ]
     assert references == [("link", "data:,")]
+    assert "Copyright (c) 2022 Leon Sorokin" in text
     # uPlot names its home in a comment.
     text = text.replace("/*! https://github.com/leeoniya/uPlot (v1.6.32) */", "")
     assert not re.search(r"https?:|url\((?!#)|@import|\bimport\b|fetch\(|XMLHttpRequest", text)
@@ -81,8 +82,7 @@ def test_page_is_whole_and_asks_nobody(tmp_path):
 
 
 def test_data_are_the_numbers_of_the_metrics_files(tmp_path):
-    _, page = page_of(tmp_path, *two_runs(tmp_path))
-    data = data_of(page)
+    data = data_of(tmp_path, *two_runs(tmp_path))
     for place, lines in enumerate((LINES, without("tokens_per_second"))):
         found = {
             curve["key"]: dict(zip(data["steps"][curve["steps"]], curve["values"], strict=True))
@@ -101,8 +101,8 @@ def test_data_are_the_numbers_of_the_metrics_files(tmp_path):
 
 def test_resumed_runs_are_marked(tmp_path):
     starts = [START, START | {"first_step": 3}]
-    _, page = page_of(tmp_path, write_run(tmp_path / "a", starts=starts))
-    assert data_of(page)["runs"][0]["resumed"] == [3]
+    data = data_of(tmp_path, write_run(tmp_path / "a", starts=starts))
+    assert data["runs"][0]["resumed"] == [3]
 
 
 def test_texts_cannot_become_markup(tmp_path):
@@ -110,23 +110,22 @@ def test_texts_cannot_become_markup(tmp_path):
     settings = {"train": SETTINGS["train"] | {"note": evil}}
     lines = [line | {f"x/{evil}": 1} for line in LINES]
     text, page = page_of(tmp_path, write_run(tmp_path / "<b>", lines, settings))
+    data = json.loads(page.texts["data"])
     assert page.open == []
     assert [tag for tag, _, _ in page.attributes].count("b") == 0
     assert "<script>alert" not in text
-    assert any(
-        curve["key"] == f"x/{evil}" for one in data_of(page)["panels"] for curve in one["curves"]
-    )
+    assert any(curve["key"] == f"x/{evil}" for one in data["panels"] for curve in one["curves"])
 
 
 def test_axes_are_what_rises_in_all_runs(tmp_path):
     one = write_run(tmp_path / "a")
-    assert [*data_of(page_of(tmp_path, one)[1])["axes"]] == ["epoch", "target_tokens"]
+    assert data_of(tmp_path, one)["axes"] == ["epoch", "target_tokens"]
     other = write_run(
         tmp_path / "b", [{"step": 0, "epoch": 0.0}, {"step": 1, "epoch": 3.0}, *LINES]
     )
-    assert [*data_of(page_of(tmp_path, one, other)[1])["axes"]] == ["target_tokens"]
+    assert data_of(tmp_path, one, other)["axes"] == ["target_tokens"]
     other = write_run(tmp_path / "c", without("target_tokens"))
-    assert [*data_of(page_of(tmp_path, one, other)[1])["axes"]] == ["epoch"]
+    assert data_of(tmp_path, one, other)["axes"] == ["epoch"]
 
 
 def test_torn_line_is_told(tmp_path):
