@@ -19,20 +19,10 @@ _LARGEST = 1e150
 
 
 def draw_panels(runs: Sequence[Run], panels: Sequence[Panel], folder: Path) -> list[Path]:
-    """Draw each panel into `folder` as NAME.png, 1280 x 800 pixels.
-
-    Raises:
-        RuntimeError: matplotlib is not installed.
-    """
+    """Draw each panel into `folder` as NAME.png, 1280 x 800 pixels."""
     paths = []
     for panel in panels:
-        try:
-            figure = new_figure(8, 5)
-        except ImportError as error:
-            raise RuntimeError(
-                f"pictures need matplotlib, which cannot be imported ({error}): pip install "
-                "matplotlib, or make the page alone with --no-png"
-            ) from error
+        figure = new_figure(8, 5)
         draw_panel(figure.add_subplot(), runs, panel)
         paths.append(folder / f"{panel.name}.png")
         with naming(paths[-1]):

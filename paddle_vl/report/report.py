@@ -48,7 +48,6 @@ def write_report(
 
     Raises:
         ValueError, RuntimeError: see `paddle_vl.report.runs.read_runs`.
-        RuntimeError: pictures need matplotlib; the page is written before.
     """
     runs = by_seed(read_runs(folders)) if joins_seeds else read_runs(folders)
     panels = panels_of(runs)

@@ -2,8 +2,8 @@
 
 // Draws the element `data` (see `page_data` of paddle_vl/report/report.py) into the page's figures.
 
-const read = (element) => JSON.parse(element.textContent);
-let data = read(document.getElementById("data"));
+const dataOf = (page) => JSON.parse(page.getElementById("data").textContent);
+let data = dataOf(document);
 const form = document.forms.controls;
 const several = data.runs.length > 1;
 const figures = document.querySelectorAll("#panels figure");
@@ -18,7 +18,6 @@ let range = null; // What the reader looks at of the horizontal axis.
 let places = []; // By run, see `placer`.
 let request = null;
 
-const nameOf = (curve) => `${curve.run} ${curve.key}`;
 const colourOf = (number) => data.colours[number % data.colours.length];
 const isShown = (run) => !several || form.run[run].checked;
 
@@ -72,6 +71,13 @@ function heights(low, high, isLog) {
   return [low >= 0 && low <= 0.6 * high ? 0 : low - room, high + room];
 }
 
+/** A number, null for a gap; undefined, which is passed over, if it is too large. */
+function drawable(value) {
+  if (value === null) return null;
+  const size = Math.abs(value);
+  return size >= LARGEST ? undefined : size < 1 / LARGEST ? 0 : value;
+}
+
 /** Exponential means, unbiased at the beginning. */
 function smoothed(values, weight) {
   let [mean, total] = [0, 0];
@@ -89,13 +95,12 @@ function seriesOf(panel) {
   const series = [{ label: axis, value: (_, x) => (x === null ? "-" : shown(x)) }];
   const [tables, bands, edges] = [[], [], new Map()];
   for (const curve of panel.curves.filter((one) => isShown(one.run))) {
-    const name = nameOf(curve);
+    const name = `${curve.run} ${curve.key}`;
     const stroke = colourOf(several ? curve.run : curve.look);
     const style = several ? curve.look % DASHES.length : 0;
     const look = { stroke, name, show: !hidden.has(name), dash: DASHES[style], border: BORDERS[style] };
     const xs = places[curve.run](data.steps[curve.steps]);
-    const drawable = (value) => (Math.abs(value) < 1 / LARGEST ? 0 : Math.abs(value) < LARGEST ? value : undefined);
-    let values = curve.values.map((value) => (value === null ? null : drawable(value)));
+    let values = curve.values.map(drawable);
     const weight = curve.is_noisy ? Number(form.smoothing.value) : 0;
     if (weight) {
       // Faint, and not in the legend.

@@ -6,7 +6,7 @@ async function refresh() {
   const answer = await fetch(`/?since=${document.getElementById("tables").dataset.version}`);
   if (answer.status !== 200) return;
   const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
-  const found = read(fresh.getElementById("data"));
+  const found = dataOf(fresh);
   // Another panel or curve needs another page.
   if (shapeOf(found) !== shapeOf(data)) return location.reload();
   data = found;
