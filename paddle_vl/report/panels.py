@@ -8,7 +8,8 @@ of the model, a source of data) has one look in all panels.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain, count
 
 from paddle_vl.report.runs import SKIPPED_UPDATES, Run, Series
 from paddle_vl.train.reporting.run_files import EVAL_PREFIX, GROUPS, LOSS, group_of
@@ -83,9 +84,13 @@ class Curve:
     @property
     def is_noisy(self) -> bool:
         """Whether smoothing helps: not for evaluations, schedules and counters."""
-        values = [value for _, value in self.series.points]
-        is_counter = values == sorted(values)
+        is_counter = self.series.numbers == sorted(self.series.numbers)
         return not (self.is_eval or is_counter or self.key.startswith(_SCHEDULE))
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether its points are marked."""
+        return self.is_eval or len(self.series.steps) < 30
 
 
 @dataclass(frozen=True)
@@ -104,14 +109,13 @@ class Panel:
     title: str
     unit: str
     is_loss: bool
-    is_repeated: bool = False
-    curves: list[Curve] = field(default_factory=list)
+    is_repeated: bool
+    curves: list[Curve]
 
     @property
     def is_log(self) -> bool:
         """Whether the vertical axis is logarithmic at first."""
-        points = [value for curve in self.curves for _, value in curve.series.points]
-        return self.is_loss and min(points) > 0
+        return self.is_loss and min(min(curve.series.numbers) for curve in self.curves) > 0
 
     @property
     def is_folded(self) -> bool:
@@ -136,45 +140,51 @@ class _Parsed:
     statistic: str | None
     is_eval: bool
 
+    @property
+    def series(self) -> str | bool:
+        """Has one look in all panels: a component, training or evaluation."""
+        return self.component or self.is_eval
+
 
 def panels_of(runs: Sequence[Run]) -> list[Panel]:
     """Panels with all series of all runs, ordered by section."""
-    keys = list(dict.fromkeys(key for run in runs for key in run.series))
-    parsed = {key: _parsed(key) for key in keys}
-    evaluated = {parts.base for parts in parsed.values() if parts.is_eval}
-    divided = {parts.base for parts in parsed.values() if parts.component}
+    parsed = {key: _parsed(key) for key in dict.fromkeys(key for run in runs for key in run.series)}
+    # The first two are of training and evaluation.
+    looks = [*dict.fromkeys([False, True, *(one.series for one in parsed.values())])]
+    has_terms = any(one.base.isupper() for one in parsed.values())
     ranks = [start.get("num_processes") or 1 for run in runs for start in run.starts]
     has_one_rank = max(ranks, default=2) == 1
-    panels: dict[str, Panel] = {}
-    # The first two are of training and evaluation.
-    looks: list[str | bool] = [False, True]
-    for key, parts in parsed.items():
-        if parts.base not in panels:
-            has_terms = any(one.base.isupper() for one in parsed.values())
-            names = [panel.name for panel in panels.values()]
-            panels[parts.base] = _panel(
-                parts.base, parts.base in evaluated, has_terms, has_one_rank, names
-            )
-        label = _label(parts, parts.base in evaluated, parts.base in divided)
-        if (look := parts.component or parts.is_eval) not in looks:
-            looks.append(look)
-        panels[parts.base].curves.extend(
+    panels: list[Panel] = []
+    for base in dict.fromkeys(one.base for one in parsed.values()):
+        members = {key: one for key, one in parsed.items() if one.base == base}
+        is_evaluated = any(one.is_eval for one in members.values())
+        is_divided = any(one.component for one in members.values())
+        group, title, of_ranks = group_of(base), _title(base), _OF_RANKS.get(base)
+        is_repeated = has_one_rank and of_ranks in _REPEATED
+        if of_ranks and (is_repeated or not has_one_rank):
+            title = f"{title} ({of_ranks})"
+        curves = [
             Curve(
                 place,
                 key,
-                label,
-                parts.is_eval,
-                parts.statistic,
-                looks.index(look),
+                _label(one, is_evaluated, is_divided),
+                one.is_eval,
+                one.statistic,
+                looks.index(one.series),
                 run.series[key],
             )
+            for key, one in members.items()
             for place, run in enumerate(runs)
             if key in run.series
-        )
+        ]
+        # Evaluated metrics are shown beside the evaluation loss.
+        section = (LOSS if is_evaluated else group).title
+        name, unit = _name(base, [panel.name.lower() for panel in panels]), _unit(base, has_terms)
+        panels.append(Panel(name, section, title, unit, group == LOSS, is_repeated, curves))
     order = list(dict.fromkeys(group.title for group in GROUPS))
     # The loss before its terms, the learning rate before the gradient norm.
     first = ("loss", _SCHEDULE)
-    return sorted(panels.values(), key=lambda p: (order.index(p.section), p.name not in first))
+    return sorted(panels, key=lambda p: (order.index(p.section), p.name not in first))
 
 
 def _parsed(key: str) -> _Parsed:
@@ -187,23 +197,11 @@ def _parsed(key: str) -> _Parsed:
     return _Parsed(base or key, component or None, statistic, is_eval)
 
 
-def _panel(
-    base: str, is_evaluated: bool, has_terms: bool, has_one_rank: bool, taken: Sequence[str]
-) -> Panel:
-    group = group_of(base)
-    name = plain = re.sub(r"[^A-Za-z0-9_-]+", "-", base).strip("-") or "metric"
-    name = plain = plain[:_LONGEST_NAME]
-    # File names must differ on case-insensitive file systems too.
-    number, lower = 2, [other.lower() for other in taken]
-    while name.lower() in lower:
-        name, number = f"{plain}-{number}", number + 1
-    # Evaluated metrics are shown beside the evaluation loss.
-    section = (LOSS if is_evaluated else group).title
-    title, of_ranks = _title(base), _OF_RANKS.get(base)
-    is_repeated = has_one_rank and of_ranks in _REPEATED
-    if of_ranks and (is_repeated or not has_one_rank):
-        title = f"{title} ({of_ranks})"
-    return Panel(name, section, title, _unit(base, has_terms), group == LOSS, is_repeated)
+def _name(base: str, taken: Sequence[str]) -> str:
+    """A file name unlike those taken, on case-insensitive file systems too."""
+    plain = re.sub(r"[^A-Za-z0-9_-]+", "-", base).strip("-")[:_LONGEST_NAME] or "metric"
+    names = chain([plain], (f"{plain}-{number}" for number in count(2)))
+    return next(name for name in names if name.lower() not in taken)
 
 
 def _title(base: str) -> str:

@@ -19,20 +19,10 @@ _LARGEST = 1e150
 
 
 def draw_panels(runs: Sequence[Run], panels: Sequence[Panel], folder: Path) -> list[Path]:
-    """Draw each panel into `folder` as NAME.png, 1280 x 800 pixels.
-
-    Raises:
-        RuntimeError: matplotlib is not installed.
-    """
+    """Draw each panel into `folder` as NAME.png, 1280 x 800 pixels."""
     paths = []
     for panel in panels:
-        try:
-            figure = new_figure(8, 5)
-        except ImportError as error:
-            raise RuntimeError(
-                f"pictures need matplotlib, which cannot be imported ({error}): pip install "
-                "matplotlib, or make the page alone with --no-png"
-            ) from error
+        figure = new_figure(8, 5)
         draw_panel(figure.add_subplot(), runs, panel)
         paths.append(folder / f"{panel.name}.png")
         with naming(paths[-1]):
@@ -52,14 +42,13 @@ def draw_panel(axes: Any, runs: Sequence[Run], panel: Panel) -> None:
             value if value is not None and abs(value) < _LARGEST else float("nan")
             for value in curve.series.values
         ]
-        is_sparse = curve.is_eval or len(steps) < 30
         axes.plot(
             steps,
             values,
             color=colour,
             linestyle=_STYLES[curve.look % len(_STYLES)] if several else "-",
             linewidth=0.8 if curve.statistic in ("min", "max") else 1.5,
-            marker="o" if is_sparse else "",
+            marker="o" if curve.is_sparse else "",
             markersize=4 if curve.is_eval else 2,
             label=_drawable(label or panel.title),
         )

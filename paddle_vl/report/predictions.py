@@ -3,13 +3,12 @@
 A run with train.eval writes them, and `paddle-vl evaluate --predictions RUN/predictions.jsonl`.
 """
 
-import base64
-import io
 import json
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from paddle_vl.report.html import fold, picture
 from paddle_vl.train.reporting.answer_pictures import drawn, evenly
 from paddle_vl.train.reporting.run_files import PREDICTIONS_FILE
 
@@ -49,7 +48,7 @@ def predictions_section(name: str, predictions: list[dict[str, Any]]) -> str:
     shown = evenly(predictions, _SHOWN)
     title = f"Predictions of {name}: {right} of {len(predictions)} exact, {len(shown)} shown"
     articles = "".join(map(_article, shown))
-    return f"<details open><summary>{escape(title)}</summary>{articles}</details>\n"
+    return fold(title, articles)
 
 
 def _article(line: dict[str, Any]) -> str:
@@ -67,9 +66,6 @@ def _article(line: dict[str, Any]) -> str:
 def _picture(source: str, line: dict[str, Any]) -> str:
     """A small picture within the page, or why there is none."""
     try:
-        image = drawn(source, line)
+        return picture(drawn(source, line), "jpeg")
     except ValueError as error:
         return f'<p class="note">{escape(str(error))}</p>'
-    data = io.BytesIO()
-    image.save(data, format="JPEG", quality=85)
-    return f'<img alt="" src="data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}">'

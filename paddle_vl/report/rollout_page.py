@@ -1,6 +1,5 @@
 """The report of a policy's episodes in an environment: numbers, a contact sheet and a video."""
 
-import base64
 import json
 import math
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ import numpy as np
 from PIL import Image
 
 from paddle_vl.files.text_file import write_text
+from paddle_vl.report.html import address, document, picture, table
 from paddle_vl.simulation.rollout import Episode, summary
 
 # Pictures of an episode in the contact sheet.
@@ -42,17 +42,18 @@ def write_rollout(
         {"seed": one.seed, "success": one.is_success, "steps": one.num_steps} for one in episodes
     ]
     results = about | summary(episodes)
-    files = [folder / f"{name}" for name in ("rollout.html", "rollout.json")]
+    files = [folder / "rollout.html", folder / "rollout.json"]
     write_text(files[1], json.dumps(results | {"episodes": rows}, indent=2) + "\n")
     figures = ""
     if shown := [episode for episode in episodes if episode.images]:
         sheet, video = folder / "episodes.png", folder / "episodes.mp4"
-        Image.fromarray(contact_sheet(shown)).save(sheet)
+        image = Image.fromarray(contact_sheet(shown))
+        image.save(sheet)
         _write_video(video, shown, fps)
         files += [sheet, video]
         figures = (
-            f'<p><video controls loop src="{_inline(video, "video/mp4")}"></video></p>\n'
-            f'<p><img alt="" src="{_inline(sheet, "image/png")}"></p>\n'
+            f'<p><video controls loop src="{address(video.read_bytes(), "video/mp4")}"></video></p>'
+            f"<p>{picture(image)}</p>\n"
         )
     write_text(files[0], _page(results, rows, figures))
     return files
@@ -103,33 +104,13 @@ def _write_video(file: Path, episodes: Sequence[Episode], fps: int) -> None:
         container.mux(stream.encode(None))
 
 
-def _inline(file: Path, kind: str) -> str:
-    return f"data:{kind};base64,{base64.b64encode(file.read_bytes()).decode()}"
-
-
 def _page(results: dict[str, Any], rows: Sequence[dict[str, Any]], figures: str) -> str:
-    facts = "".join(
-        f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>\n"
-        for name, value in results.items()
+    facts = table((name, [escape(str(value))]) for name, value in results.items())
+    episodes = [[str(value) for value in row.values()] for row in rows]
+    return document(
+        "Episodes",
+        _STYLE,
+        facts
+        + figures
+        + table([(f"seed {seed}", told) for seed, *told in episodes], [*rows[0]][1:]),
     )
-    names = "".join(f"<th>{name}</th>" for name in rows[0])
-    body = "".join(
-        f"<tr>{''.join(f'<td>{value}</td>' for value in row.values())}</tr>\n" for row in rows
-    )
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; \
-style-src 'unsafe-inline'; img-src data:; media-src data:">
-<title>Episodes</title>
-<style>{_STYLE}</style>
-</head>
-<body>
-<h1>Episodes</h1>
-<table>{facts}</table>
-{figures}<table><tr>{names}</tr>
-{body}</table>
-</body>
-</html>
-"""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paddle_vl.config.load import flatten, read_yaml
 from paddle_vl.report.predictions import read_predictions
@@ -38,9 +38,13 @@ class Series:
         pairs = zip(self.steps, self.values, strict=True)
         return [(step, value) for step, value in pairs if value is not None]
 
+    @property
+    def numbers(self) -> list[float]:
+        """Values that are not None."""
+        return [value for value in self.values if value is not None]
 
-@dataclass(frozen=True)
-class SkippedUpdates:
+
+class SkippedUpdates(NamedTuple):
     """Updates skipped between two metrics lines.
 
     Attributes:
@@ -97,6 +101,10 @@ class Run:
     starts: list[dict[str, Any]]
     is_torn: bool
     predictions: list[dict[str, Any]] = field(default_factory=list)
+
+    def numbers(self, key: str) -> list[float]:
+        """The numbers of a metric; empty without it."""
+        return self.series[key].numbers if key in self.series else []
 
     @property
     def last_step(self) -> int:

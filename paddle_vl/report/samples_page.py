@@ -3,8 +3,6 @@
 The text that carries the loss is coloured, and boxes of the text are drawn on the pictures.
 """
 
-import base64
-import io
 from collections.abc import Iterable, Sequence
 from html import escape
 
@@ -13,6 +11,7 @@ from PIL import Image
 
 from paddle_vl.data.formats.grounding import Box
 from paddle_vl.data.shown_sample import ShownSample
+from paddle_vl.report.html import document, picture
 
 # Boxes and points are in thousandths of the picture's width and height.
 _SCALE = 1000
@@ -44,23 +43,9 @@ def as_text(sample: ShownSample, colours: bool) -> str:
 
 def page(samples: Iterable[ShownSample], title: str) -> str:
     """An HTML page without scripts and references to other files."""
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; \
-style-src 'unsafe-inline'; img-src data:">
-<link rel="icon" href="data:,">
-<title>{escape(title)}</title>
-<style>{_STYLE}</style>
-</head>
-<body>
-<h1>{escape(title)}</h1>
-<p class="note">Samples as the model sees them: <mark>marked text</mark> carries the loss.</p>
-{"".join(map(_article, samples))}</body>
-</html>
-"""
+    note = "<mark>marked text</mark> carries the loss"
+    body = f'<p class="note">Samples as the model sees them: {note}.</p>\n'
+    return document(title, _STYLE, body + "".join(map(_article, samples)))
 
 
 def _article(sample: ShownSample) -> str:
@@ -77,16 +62,10 @@ def _article(sample: ShownSample) -> str:
 
 
 def _figure(picture_HWC: np.ndarray, boxes: Sequence[Box]) -> str:
-    data = io.BytesIO()
-    Image.fromarray(picture_HWC).save(data, format="PNG")
-    source = base64.b64encode(data.getvalue()).decode()
     shapes = "".join(map(_shape, boxes))
-    drawing = (
-        f'<svg viewBox="0 0 {_SCALE} {_SCALE}" preserveAspectRatio="none">{shapes}</svg>'
-        if shapes
-        else ""
-    )
-    return f'<figure><img alt="" src="data:image/png;base64,{source}">{drawing}</figure>\n'
+    box = f'viewBox="0 0 {_SCALE} {_SCALE}" preserveAspectRatio="none"'
+    drawing = f"<svg {box}>{shapes}</svg>" if shapes else ""
+    return f"<figure>{picture(Image.fromarray(picture_HWC))}{drawing}</figure>\n"
 
 
 def _shape(box: Box) -> str:

@@ -1,11 +1,10 @@
 """Serves the report of running runs on this machine, and refreshes it.
 
-Two addresses are answered, `/` and `/data`, and none of them names a file. Requests of another
-site's page, whose name was made to lead here, have its name as their host and are refused.
+One address is answered, `/`, and it names no file. Requests of another site's page, whose name was
+made to lead here, have its name as their host and are refused.
 """
 
 import hashlib
-import json
 from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from paddle_vl.report.panels import panels_of
 from paddle_vl.report.predictions import PREDICTIONS_FILE
-from paddle_vl.report.report import lower_half, page, page_data
+from paddle_vl.report.report import page
 from paddle_vl.report.runs import CONFIG_FILE, read_runs
 from paddle_vl.report.seeds import by_seed
 from paddle_vl.train.reporting.run_files import ACTIONS_FILE, METRICS_FILE, RUN_FILE
@@ -30,8 +29,7 @@ class Watched:
     def __init__(self, folders: Sequence[str | Path], joins_seeds: bool):
         self._joins_seeds = joins_seeds
         self._folders = [Path(folder) for folder in folders]
-        self._lock, self._seen = Lock(), ""
-        self._page, self._data = "", ""
+        self._lock, self._seen, self._page = Lock(), "", ""
 
     @property
     def version(self) -> str:
@@ -43,8 +41,8 @@ class Watched:
                 states.append((str(file), stat.st_mtime_ns, stat.st_size))
         return hashlib.sha256(repr(states).encode()).hexdigest()[:16]
 
-    def read(self) -> tuple[str, str, str]:
-        """The version, the page, and what a page that is open replaces, as JSON.
+    def read(self) -> tuple[str, str]:
+        """The version and the page.
 
         Raises:
             ValueError, RuntimeError: see `paddle_vl.report.runs.read_runs`.
@@ -54,12 +52,9 @@ class Watched:
             if (version := self.version) != self._seen:
                 runs = read_runs(self._folders)
                 runs = by_seed(runs) if self._joins_seeds else runs
-                data, tables = page_data(runs, panels_of(runs)), lower_half(runs)
-                self._page = page(runs, data, tables, version)
-                fresh = {"version": version, "data": data, "tables": tables}
-                self._data = json.dumps(fresh, allow_nan=False)
+                self._page = page(runs, panels_of(runs), version)
                 self._seen = version
-            return self._seen, self._page, self._data
+            return self._seen, self._page
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -70,20 +65,19 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", "open http://127.0.0.1 instead")
             return
         address = urlsplit(self.path)
-        if address.path not in ("/", "/data"):
+        if address.path != "/":
             self._answer(HTTPStatus.NOT_FOUND, "text/plain", "the report is at /")
             return
         try:
-            version, text, data = self.server.watched.read()
+            version, text = self.server.watched.read()
         except (OSError, ValueError, RuntimeError) as error:
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", str(error))
             return
-        if address.path == "/":
-            self._answer(HTTPStatus.OK, "text/html", text)
-        elif parse_qs(address.query).get("since") == [version]:
-            self._answer(HTTPStatus.NO_CONTENT, "application/json", "")
+        # A page that is open tells what it has.
+        if parse_qs(address.query).get("since") == [version]:
+            self._answer(HTTPStatus.NO_CONTENT, "text/html", "")
         else:
-            self._answer(HTTPStatus.OK, "application/json", data)
+            self._answer(HTTPStatus.OK, "text/html", text)
 
     def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
         content = text.encode("utf-8", "backslashreplace")

@@ -1,22 +1,19 @@
 // Asks for newer data once a second; what the reader has chosen stays.
 
-let version = document.body.dataset.version;
-const tables = document.getElementById("tables");
-const shapeOf = (all) => JSON.stringify([all.axes, all.panels.map((one) => [one.name, one.folded, one.curves.map((curve) => [curve.run, curve.key])])]);
+const shapeOf = (all) => JSON.stringify(all, ["axes", "panels", "name", "is_folded", "curves", "run", "key"]);
 
 async function refresh() {
-  const answer = await fetch(`/data?since=${version}`);
+  const answer = await fetch(`/?since=${document.getElementById("tables").dataset.version}`);
   if (answer.status !== 200) return;
-  const fresh = await answer.json();
-  // Another panel or curve needs other buttons.
-  if (shapeOf(fresh.data) !== shapeOf(data)) return location.reload();
-  version = fresh.version;
-  Object.assign(data, expanded(fresh.data));
-  views.forEach((view, i) => (view.panel = data.panels[i]));
-  const folds = () => [...tables.querySelectorAll("details")];
-  const open = folds().map((one) => one.open);
-  tables.innerHTML = fresh.tables;
-  folds().forEach((one, i) => (one.open = open[i] ?? one.open));
+  const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
+  const found = dataOf(fresh);
+  // Another panel or curve needs another page.
+  if (shapeOf(found) !== shapeOf(data)) return location.reload();
+  data = found;
+  const folds = (page) => [...page.querySelectorAll("#tables details")];
+  const [before, after] = [folds(document), folds(fresh)];
+  after.forEach((one, i) => (one.open = before[i]?.open ?? one.open));
+  document.getElementById("tables").replaceWith(fresh.getElementById("tables"));
   redraw();
 }
 

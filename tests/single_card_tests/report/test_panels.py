@@ -15,6 +15,8 @@ from paddle_vl.report.panels import Panel, panels_of
 from paddle_vl.report.runs import Run, read_runs
 from tests.single_card_tests.report.run_folders import LINES, START, without, write_run
 
+GRADIENT, SPEED = "Learning rate and gradient", "Speed and memory"
+
 
 def panels(tmp_path, *lines_of_runs) -> tuple[list[Run], dict[str, Panel]]:
     folders = [write_run(tmp_path / f"run{i}", lines) for i, lines in enumerate(lines_of_runs)]
@@ -99,21 +101,11 @@ def test_what_has_nothing_to_see_is_folded(tmp_path):
         ("CE", "Loss", "Cross entropy (CE)", "mean, before its weight"),
         ("ABC", "Loss", "ABC", "mean, before its weight"),
         ("eval_accuracy", "Loss", "Accuracy", "accuracy"),
-        ("grad_norm", "Learning rate and gradient", "Gradient norm", "global norm before clipping"),
-        (
-            "tokens_per_second",
-            "Speed and memory",
-            "Tokens per second (all ranks)",
-            "tokens per second",
-        ),
-        ("data_wait_seconds", "Speed and memory", "Data wait time (slowest rank)", "s"),
-        ("memory_gb_max", "Speed and memory", "Memory (fullest rank)", "GB"),
-        (
-            "mfu",
-            "Speed and memory",
-            "Model FLOP utilization (MFU)",
-            "share of the device's peak FLOP/s",
-        ),
+        ("grad_norm", GRADIENT, "Gradient norm", "global norm before clipping"),
+        ("tokens_per_second", SPEED, "Tokens per second (all ranks)", "tokens per second"),
+        ("data_wait_seconds", SPEED, "Data wait time (slowest rank)", "s"),
+        ("memory_gb_max", SPEED, "Memory (fullest rank)", "GB"),
+        ("mfu", SPEED, "Model FLOP utilization (MFU)", "share of the device's peak FLOP/s"),
         ("packing_efficiency", "Data", "Packing efficiency", "share"),
         ("never_seen", "Further", "Never seen", "never seen"),
     ],

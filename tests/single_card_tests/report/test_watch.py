@@ -9,7 +9,6 @@ with their pictures.
 import http.client
 import json
 import re
-import subprocess
 import threading
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from paddle_vl.cli.main import main
 from paddle_vl.report import watch
 from paddle_vl.report.report import write_report
 from tests.single_card_tests.report.run_folders import LINES, write_run
-from tests.support.browser import BROWSER
+from tests.support.browser import BROWSER, browser
 
 MORE = {"step": 40, "loss": 1.5}
 CHUNK = {"dataset": "arm", "predicted": [[0.0]], "true": [[1.0]]}
@@ -62,15 +61,16 @@ def test_page_and_its_data_follow_the_run(tmp_path):
         assert status == 200
         version = re.search('data-version="(.*?)"', text)[1]
         assert "connect-src 'self'" in text
-        assert answer(server, f"/data?since={version}") == (204, "")
+        assert answer(server, f"/?since={version}") == (204, "")
         append(run, MORE)
-        status, text = answer(server, f"/data?since={version}")
-        fresh = json.loads(text)
-        assert fresh["version"] != version
-        assert fresh["data"]["steps"][0] == [10, 20, 30, 40]
-        assert "1.5" in fresh["tables"]
+        status, text = answer(server, f"/?since={version}")
+        fresh = re.search('data-version="(.*?)"', text)[1]
+        assert fresh != version
+        data = re.search("id='data'>(.*?)</script>", text)[1]
+        assert json.loads(data)["steps"][0] == [10, 20, 30, 40]
+        assert "40 of 30" in text
         (run / "actions.json").write_text(json.dumps({"step": 40, "chunks": [CHUNK]}))
-        status, text = answer(server, f"/data?since={fresh['version']}")
+        status, text = answer(server, f"/?since={fresh}")
         assert (status, "Actions at step 40" in text) == (200, True)
 
 
@@ -105,40 +105,23 @@ def test_options_of_a_page_that_is_written_are_refused(capsys):
     assert "--watch writes nothing: leave --output and --no-png out" in capsys.readouterr().err
 
 
-def dumped(address: str, profile: Path, *flags: str) -> str:
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", *flags]
-    command += [f"--user-data-dir={profile}", "--dump-dom", address]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100).stdout
-
-
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium (Debian: chromium-headless-shell)")
-def test_browser_draws_what_is_new_without_loading_again(tmp_path, monkeypatch):
+def test_browser_draws_what_is_new_without_loading_again(tmp_path):
     run = write_run(tmp_path / "a")
     (run / "actions.json").write_text(json.dumps({"step": 10, "chunks": [CHUNK]}))
-    read, asked = watch.Watched.read, []
-
-    def read_and_go_on(watched):
-        asked.append(watched)
-        # The page is the first; its second question finds a new line.
-        if len(asked) == 3:
-            append(run, MORE)
-        version, text, data = read(watched)
-        # As if the reader had unfolded all.
-        return version, text.replace("<details>", "<details open>"), data
-
-    monkeypatch.setattr(watch.Watched, "read", read_and_go_on)
-    with serving(run) as server:
-        before = server.watched.version
-        text = dumped(server.address, tmp_path / "profile", "--virtual-time-budget=6000")
-        after = server.watched.version
-    assert before != after
-    assert f'data-version="{before}"' in text
-    tables = re.search('<section id="tables">.*?</section>', text, re.DOTALL)[0]
-    assert "40 of 30" in tables
-    assert tables.count("<details") == tables.count('<details open=""') > 0
-    (curve,) = re.findall(r'<path class="curve"[^>]* d="([^"]*)"', text.split("data-panel")[1])[:1]
-    # 10, then a gap at 20, then 30 and 40.
-    assert (curve.count("M"), curve.count("L")) == (2, 1)
+    folds = "[...document.querySelectorAll('#tables details')]"
+    with serving(run) as server, browser(tmp_path / "profile") as tab:
+        tab.open(server.address, 1400, 900)
+        tab.run(f"{folds}.forEach((one, i) => (one.open = i % 2 === 1))")
+        before = tab.run(f"window.stays = true; look([5, 45]); {folds}.map((one) => one.open)")
+        append(run, MORE)
+        tab.wait("document.getElementById('tables').textContent.includes('40 of 30')")
+        tab.wait("plots.get('loss').data[0].at(-1) === 40")
+        assert tab.run("plots.get('loss').data[1]") == [4, None, None, 2, 1.5]
+        assert tab.run("[plots.get('loss').scales.x.min, window.stays]") == [5, True]
+        assert tab.run(f"{folds}.map((one) => one.open)") == before
+        assert {*before} == {False, True}
+        assert tab.problems == []
 
 
 def test_predictions_are_shown_with_their_pictures(tmp_path):
