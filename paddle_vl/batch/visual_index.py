@@ -32,8 +32,6 @@ A batch names its visual tensors as HF does (embeddings and levels by modality),
 model and PaddleFleet (levels of all visual tokens in reading order), and their places by index
 arrays, by a mask or by the placeholders in its ids. `visual_inputs` takes all of these, by their
 shapes and dtypes alone, and brings them into one form: D width, G deepstack levels.
-
-Over 350 lines: the index contract, and every check that the embedding's inputs keep it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

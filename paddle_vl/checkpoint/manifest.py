@@ -8,8 +8,6 @@ A large file, or one that several ranks have written, has a checksum per piece: 
 and checksum, in order. Format 1 has no pieces, and is still read. Checksums are computed from the
 bytes in memory before they are written, so they reveal errors of writing too. Other files in the
 folder, such as a model card, are not checked.
-
-Just over 350 lines: a file's pieces as they are written, listed and verified.
 """
 
 import json

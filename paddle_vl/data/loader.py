@@ -1,7 +1,4 @@
-"""Batches in a reproducible order, prefetched by worker processes; resumable at any batch.
-
-Over 350 lines, to keep the order of samples, the job of a worker and the loader together.
-"""
+"""Batches in a reproducible order, prefetched by worker processes; resumable at any batch."""
 
 import zlib
 from collections import Counter

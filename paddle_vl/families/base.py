@@ -3,8 +3,6 @@
 A family is a folder: model, NumPy-only `inputs/`, checkpoint map, pipeline stage, FLOP counter and
 a recipe that implements `Family`. One line of `paddle_vl.config.families` registers it. A family
 does not import the trainer or `paddle_vl.parallel`: what it needs of them is passed in.
-
-Over 350 lines: one interface, with what its methods take and give.
 """
 
 from abc import ABC, abstractmethod

@@ -8,8 +8,6 @@ Padding is not routed: its rows are left out before the router and get zeros fro
 The assignments are sorted by expert, so that the rows of one expert are contiguous. In eager mode
 the gradient of a permutation is the inverse permutation, a gather; a scatter would add values in an
 order that may change from run to run. Shapes depend on R only, and on a GPU the host reads nothing.
-
-Just over 350 lines: a layer of experts without its router.
 """
 
 from collections.abc import Callable

@@ -13,7 +13,7 @@ implementation. `choose_kernels` narrows the choice of the whole process (the se
 
 Small operations are here too: sums, activations, norms, slices and dropout of token rows. Norms
 are computed in float32 for activations of any dtype: a bfloat16 mean of squares over a wide row
-would lose most of its bits. Over 350 lines, as every batch passes these.
+would lose most of its bits.
 
 Shapes: N rows, C channels; any number of leading dims.
 """

@@ -7,7 +7,6 @@ keys and values of prompt and answer; none overtakes another, and none loses wha
 A result does not depend on what the other rows of a step are. Only how many there are may change
 its last bits, as matrix products of other shapes add in another order; with `batch_invariant` all
 steps have one shape. (Experts are the exception: their products have as many rows as choose them.)
-Over 350 lines, to have a request's way from the queue to its last event in one file.
 """
 
 import asyncio

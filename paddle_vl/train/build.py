@@ -1,6 +1,6 @@
 """Builds a run from its configuration: model, data, optimizer and trainer.
 
-Over 350 lines: what trains a model, and what a run has around it, in the order in which they start.
+What trains a model, and what a run has around it, in the order in which they start.
 """
 
 import logging

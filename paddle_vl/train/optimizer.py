@@ -3,7 +3,7 @@
 On a GPU the updated tensors are parts of flat buckets, so that a step launches few kernels; on a
 CPU, where launches cost little and the gradients' copies into buckets cost something, they are only
 if the buckets are summed over dp in the backward pass.
-Fleet's sharding stage 1 has buffers of its own. Over 350 lines, for Paddle's AdamW as it is used.
+Fleet's sharding stage 1 has buffers of its own.
 """
 
 import logging

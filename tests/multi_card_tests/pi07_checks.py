@@ -4,7 +4,7 @@ A run is one step of several micro-batches, in which every rank drops different 
 loss of the step is the sum of squares divided by the number of valid values, plus the sum of cross
 entropies divided by the number of token slots, over all micro-batches of all ranks.
 
-Over 350 lines: all checks run under one topology, and share its model and data.
+All checks run under one topology, and share its model and data.
 """
 
 from collections.abc import Callable, Sequence

@@ -10,8 +10,6 @@ Shapes: B batch, c cameras, V = c * B videos of F frames and Z = c * B images, c
 images, G of them of a sample, M tokens of an image, D width, L prefix tokens, n new tokens, S keys,
 C steps of a chunk (policy) or capacity of the buffers (planner), A action values, N query heads, K
 key heads, R = N / K * C, H head width.
-
-Over 350 lines: the programs, their attention, and what is written beside them.
 """
 
 from collections.abc import Mapping, Sequence

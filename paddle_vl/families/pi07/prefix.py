@@ -13,7 +13,7 @@ the history, S state values, Z images of all samples and cameras, D backbone wid
 G groups of data, I inputs and O outputs of a linear. Masks are True for real tokens. `xp` is
 `numpy` or `paddle`.
 
-Over 350 lines, since embedding, masks and counts must agree.
+Embedding, masks and counts must agree.
 
 Source: `embed_prefix` of OpenTau's PI07LowLevelFlowMatching and PI07HighLevelPlannerModel.
 """

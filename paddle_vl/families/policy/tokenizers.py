@@ -1,8 +1,6 @@
 """Tokenizers of texts and of action chunks.
 
 Shapes: B batch, C steps of a chunk, A action dims, L tokens.
-
-Over 350 lines: reading, fitting and writing of both.
 """
 
 import json

@@ -4,8 +4,7 @@ head, loss. A family gives its configuration, its decoder and its checkpoint map
 Shapes: B batch, L padded length, T = B * L token rows, S keys with a cache, P patches, M visual
 embeddings, D width, V vocabulary.
 
-Source: Qwen3VLForConditionalGeneration of HF transformers, modeling_qwen3_vl.py. Over 350 lines, to
-have a batch's way from arrays to loss in one file.
+Source: Qwen3VLForConditionalGeneration of HF transformers, modeling_qwen3_vl.py.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -35,7 +35,7 @@ Keys of a line, since the previous line or start unless it says "whole run":
         `eval_METRIC` of the generated answers, `eval_answer_tokens`, the time they took
         (`eval_answer_seconds`) and the memory of the worst rank (`eval_answer_memory_gb`).
 
-Shapes: S sources of a mix. Over 350 lines, for all metrics of a step.
+Shapes: S sources of a mix.
 """
 
 import logging

@@ -3,7 +3,7 @@
 Guarantees: equal tokens at shapes that the export has not seen, with images, videos, both, text
 alone, left padding, sampling and buffers that grow; a process without the model's code gives the
 same; damaged, forged or mismatched folders are refused by name; a program has no control flow.
-Over 350 lines, as all tests share one export.
+All tests share one export.
 """
 
 import importlib.util

@@ -5,8 +5,6 @@ the actions that are still executing; a saved policy is the same policy, with Op
 and tied names are read; an unfitting checkpoint is refused with all its errors; statistics come
 from one place, which is named.
 
-Over 350 lines: one golden policy and the folders written from it serve all tests.
-
 Policies built for a run.
 
 Guarantees: with one seed, `from_config` draws the same weights as the class itself, at construction
