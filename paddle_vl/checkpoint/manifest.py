@@ -1,6 +1,6 @@
 """`manifest.json` of a checkpoint: its files with sizes and checksums.
 
-    {"format": 2, "step": 500, "nonfinite_updates": 0,
+    {"format": 2, "step": 500,
      "files": {"config.json": {"size": 1234, "xxh3_128": "9f.."},
                "model.safetensors": {"size": 5678, "pieces": [[0, 4000, "1a.."], ..]}, ..}}
 
@@ -193,13 +193,8 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write the file and flush it to the disk."""
-        values = {
-            "format": FORMAT,
-            "step": self.step,
-            # For earlier versions, which pass over checkpoints with another number.
-            "nonfinite_updates": 0,
-            "files": dict(sorted(files_as_json(self.files).items())),
-        }
+        files = dict(sorted(files_as_json(self.files).items()))
+        values = {"format": FORMAT, "step": self.step, "files": files}
         text = json.dumps(values, indent=1)
         # One line per piece.
         text = re.sub(r"\[\s+(\d+),\s+(\d+),\s+(\S+)\s+\]", r"[\1, \2, \3]", text)

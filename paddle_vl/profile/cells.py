@@ -140,10 +140,9 @@ class Cell:
             return None
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
-            # Cells of one run had no list of them, and all had their time limit.
-            profile, _ = values.pop("profile"), values.pop("limit_seconds", None)
-            runs = tuple(values.get("runs") or filter(None, [profile]))
-            return cls(**values | {"choice": Choice(**values["choice"]), "runs": runs})
+            del values["profile"]
+            made = {"choice": Choice(**values["choice"]), "runs": tuple(values["runs"])}
+            return cls(**values | made)
         except (json.JSONDecodeError, TypeError, KeyError) as error:
             raise RuntimeError(f"{file} is not a cell of a matrix ({error}); remove it") from error
 

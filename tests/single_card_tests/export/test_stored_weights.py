@@ -168,7 +168,7 @@ def test_a_policy_with_half_weights_acts_like_the_policy_with_rounded_weights(tm
     golden.save_pretrained(checkpoint)
     policy = PI07LowLevelPolicy.from_pretrained(checkpoint)
     policy.eval()
-    given = ["--checkpoint", str(checkpoint), "--output", str(out)]
+    given = ["--model", str(checkpoint), "--output", str(out)]
     assert main(["export", *given, "--dtype", "float16"]) == 0
     printed = capsys.readouterr().out
     assert "actions: float16 weights change the answer to the stored input by " in printed
@@ -189,7 +189,7 @@ def test_the_command_line_reports_the_change(tmp_path, capsys):
     names = ("vision_start", "vision_end", "image", "video")
     ids = {f"{name}_token_id": 294 + i for i, name in enumerate(names)}
     file.write_text(json.dumps(json.loads(file.read_text()) | ids))
-    given = ["--checkpoint", str(tmp_path / "checkpoint"), "--output", str(tmp_path / "out")]
+    given = ["--model", str(tmp_path / "checkpoint"), "--output", str(tmp_path / "out")]
     assert main(["export", *given, "--dtype", "bfloat16"]) == 0
     printed = capsys.readouterr().out
     assert "prefill: bfloat16 weights change the answer to the stored input by 0.0" in printed

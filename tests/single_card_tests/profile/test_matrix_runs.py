@@ -3,7 +3,7 @@
 Guarantees: every cell runs as often as asked for, unless its results are known; its median and its
 range are shown, and a comparison says when ranges overlap; a run that does not fit decides for
 its cell; a policy's attention is a choice like the others; bars have the numbers, do not overlap,
-and what does not fit is marked; cells written before are read.
+and what does not fit is marked.
 """
 
 import json
@@ -162,13 +162,3 @@ def test_the_legend_has_room(shardings, cameras):
     assert room.x0 <= box.x0
     assert box.x1 <= room.x1
     assert len(legend.get_texts()) == max(2, len(shardings))
-
-
-def test_a_cell_of_before_attention_was_a_choice_is_read(tmp_path):
-    written = cell("stage2", 4, 20.0)
-    written.write(tmp_path)
-    values = json.loads((tmp_path / "cell.json").read_text())
-    del values["choice"]["attention"], values["runs"]
-    values["limit_seconds"] = 600.0
-    (tmp_path / "cell.json").write_text(json.dumps(values))
-    assert Cell.read(tmp_path) == written
