@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paddle_vl.profile.cells import Cell, Choice
+from paddle_vl.profile.cells import Cell, MatrixChoice
 from paddle_vl.profile.matrix_report import matrix_figure
 from paddle_vl.train.reporting.plots import COLOURS, label_axes, new_figure
 
@@ -42,7 +42,7 @@ def profile_pi07_cpu() -> Any:
     """The matrix of docs/profiling.md, by the function that draws every matrix."""
     cells = []
     for row in tables("profiling.md", "| sharding | recompute | cameras")[0]:
-        choice = Choice(row["sharding"], row["recompute"], int(row["cameras"]))
+        choice = MatrixChoice(row["sharding"], row["recompute"], int(row["cameras"]))
         run = {} if row["memory GB"] == "OOM" else {
             "global_samples_per_sec": float(row["samples/s"]),
             "peak_reserved_gb_worst": float(row["memory GB"]),

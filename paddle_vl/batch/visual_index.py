@@ -25,7 +25,7 @@ Layouts order the token rows `(b, l)` and say how a rank's shard is cut from the
 Shapes and dtypes are always checked, values in NumPy arrays, as the collator's. Those of tensors
 are on the device, so a step checks them only in the checked mode:
 
-    with checked_values():
+    with value_checks():
         model(**batch)  # reads the device for each check
 
 A batch names its visual tensors as HF does (embeddings and levels by modality), or as HF's text
@@ -51,7 +51,7 @@ _num_entered = 0
 
 
 @contextmanager
-def checked_values() -> Iterator[None]:
+def value_checks() -> Iterator[None]:
     """Check values of tensors too, in all threads, while entered; every check reads the device.
 
     For tests, and for the first steps with inputs of one's own.

@@ -23,7 +23,7 @@ import pytest
 from paddle.base.core import host_memory_stat_current_value
 
 from paddle_vl import Qwen3VLForConditionalGeneration
-from paddle_vl.batch.visual_index import checked_values, own_indices
+from paddle_vl.batch.visual_index import own_indices, value_checks
 from paddle_vl.families.vlm.inputs.collate import (
     PackedCollator,
     SourcesCollator,
@@ -137,7 +137,7 @@ def reference(name: str) -> tuple[float, np.ndarray, dict[str, np.ndarray]]:
 def differences(topology: Topology, name: str, way: str) -> list[tuple[float, str]]:
     """Relative errors of loss, sums and gradients against one device, and their names."""
     model = model_of(name, topology, way)
-    with checked_values():
+    with value_checks():
         output = model(**batch_of(name, model))
     output.loss.backward()
     table, parameters = model.placement.parameter_table, model.parameters()

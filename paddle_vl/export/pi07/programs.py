@@ -37,7 +37,7 @@ from paddle_vl.families.pi07.prefix import (
     RESPONSE_LABEL,
     Prefix,
     PrefixEmbedding,
-    Source,
+    TokenSource,
     When,
     look_up,
     of_cameras,
@@ -425,7 +425,7 @@ def _present(batch: Mapping[str, Any]) -> dict[When, Tensor]:
     names = {
         When.RESPONSE: "response_masks",
         When.METADATA: "metadata_masks",
-        When.SUBGOAL: CAMERA_MASKS[Source.SUBGOALS],
+        When.SUBGOAL: CAMERA_MASKS[TokenSource.SUBGOALS],
     }
     found = {when: batch[name].any() for when, name in names.items() if name in batch}
     found[When.ANY_FIELD] = paddle.stack([each for each in found.values()]).any()

@@ -17,10 +17,10 @@ from paddle.static import InputSpec
 from paddle_vl.batch.visual_index import (
     RowPart,
     check_visual_counts,
-    checked_values,
     compute_visual_indices,
     host_visual_indices,
     own_indices,
+    value_checks,
 )
 from paddle_vl.nn.operations import true_positions
 from paddle_vl.testing import forbid_host_reads
@@ -147,7 +147,7 @@ def on_host(mask_BL):
 
 def on_device(mask_BL):
     tensors = [mask if mask is None else paddle.to_tensor(mask) for mask in mask_BL]
-    with checked_values():
+    with value_checks():
         return compute_visual_indices(*tensors, nonzero=nonzero)
 
 

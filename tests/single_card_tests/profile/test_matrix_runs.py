@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from paddle_vl.profile.cell_runs import Outcome
-from paddle_vl.profile.cells import RESULT_FILE, Cell, Choice, Growth
+from paddle_vl.profile.cells import RESULT_FILE, Cell, Growth, MatrixChoice
 from paddle_vl.profile.matrix import MatrixSettings, all_choices, run_matrix
 from paddle_vl.profile.matrix_report import matrix_figure, series_and_column, write_report
 from tests.single_card_tests.profile.measures import cell
@@ -129,7 +129,7 @@ def test_a_setting_that_differs_gives_the_colours_and_the_others_the_columns():
         for attention in ("eager", "sdpa")
         for recompute in ("none", "full")
     }
-    assert [*series_and_column([Choice("dp", "full")]).values()] == [("dp", "")]
+    assert [*series_and_column([MatrixChoice("dp", "full")]).values()] == [("dp", "")]
 
 
 def test_bars_have_the_numbers_and_what_does_not_fit_is_marked():

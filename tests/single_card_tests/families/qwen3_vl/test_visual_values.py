@@ -8,7 +8,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.batch.visual_index import checked_values
+from paddle_vl.batch.visual_index import value_checks
 from paddle_vl.testing import MockedSequenceParallel, forbid_host_reads
 from paddle_vl.testing.qwen3_vl import (
     IMAGE,
@@ -67,7 +67,7 @@ def test_values_that_contradict_each_other_are_named_in_the_checked_mode_and_nan
 ):
     args, message = contradictions()[name]
     placement = MockedSequenceParallel(0, size) if size > 1 else None
-    with checked_values(), pytest.raises(ValueError, match=message):
+    with value_checks(), pytest.raises(ValueError, match=message):
         build(placement)(args)
     with forbid_host_reads(shapes=size == 1):
         outputs = build(placement)(args)
@@ -97,11 +97,11 @@ def test_values_that_contradict_each_other_give_no_finite_logits_and_gradients()
 def test_placeholders_of_a_text_batch_are_refused_in_the_checked_mode():
     text = visual_args(TEXT) | {"input_ids": paddle.to_tensor(token_rows([("image", 2)] * 2))}
     text["position_ids"] = text["position_ids"][:, :1, :4]
-    with checked_values(), pytest.raises(ValueError, match="4 image placeholder .* but 0 image"):
+    with value_checks(), pytest.raises(ValueError, match="4 image placeholder .* but 0 image"):
         build()(text)
     text = masked_args(TEXT, visual_args(TEXT))
     text["visual_pos_masks"] = paddle.ones_like(text["visual_pos_masks"])
-    with checked_values(), pytest.raises(ValueError, match="16 visual tokens but 0 visual emb"):
+    with value_checks(), pytest.raises(ValueError, match="16 visual tokens but 0 visual emb"):
         build()(text)
 
 
@@ -110,7 +110,7 @@ def test_indices_of_another_batch_of_equal_shapes_are_refused_in_the_checked_mod
     indices = carried(MIXED)
     key = f"visual_{name}_indices"
     other = indices | {key: indices[key].roll(1)}
-    with checked_values():
+    with value_checks():
         build()(visual_args(MIXED) | indices)
         with pytest.raises(ValueError, match=f"{key} are not those of this batch"):
             build()(visual_args(MIXED) | other)
@@ -119,7 +119,7 @@ def test_indices_of_another_batch_of_equal_shapes_are_refused_in_the_checked_mod
 @pytest.mark.parametrize("ids_BL", [MIXED, IMAGES, TEXT], ids=["mixed", "images", "text"])
 def test_the_checked_mode_takes_what_fits(ids_BL):
     args = visual_args(ids_BL)
-    with checked_values():
+    with value_checks():
         build()(args)
         for rank in range(2):
             placement = MockedSequenceParallel(rank, 2)
@@ -130,5 +130,5 @@ def test_the_checked_mode_takes_what_fits(ids_BL):
     unused = visual_args(token_rows([("image", 1)], length=8))
     unused |= {name: value[:0] for name, value in carried(IMAGES).items()}
     unused |= {"input_ids": paddle.ones([1, 8], "int64"), "num_unused_visual_rows": 1}
-    with checked_values():
+    with value_checks():
         build()(unused)
