@@ -56,8 +56,8 @@ def checked_manifest(folder: Path) -> dict:
     `paddle_vl.export.load` compares their checksums and the programs' stored answers too.
     """
     manifest = json.loads((folder / "export.json").read_text(encoding="utf-8"))
-    if (manifest["format"], manifest["model_type"]) != (1, "qwen3_vl"):
-        raise ValueError(f"{folder} is no export of Qwen3-VL in format 1")
+    if (manifest["format"], manifest["model_type"]) != (2, "qwen3_vl"):
+        raise ValueError(f"{folder} is no export of Qwen3-VL in format 2")
     files = manifest["files"]
     for name, program in manifest["programs"].items():
         if not {f"{name}.json", program["weights"]} <= set(files):

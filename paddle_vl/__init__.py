@@ -8,8 +8,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from paddle_vl import moved
-
 if TYPE_CHECKING:
     from paddle_vl.config.schema import LoRAConfig
     from paddle_vl.families.pi07.config import PI07Config
@@ -34,8 +32,6 @@ if find_spec("paddle") is None:
         "  GPU: pip install 'paddle-vl[gpu]'   (paddlepaddle-gpu 3.3, built for your CUDA; see\n"
         "       https://www.paddlepaddle.org.cn/install/quick for its index)"
     )
-
-moved.install()
 
 _HOME = {
     "GenerationConfig": "paddle_vl.generation.config",

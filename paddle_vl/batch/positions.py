@@ -17,8 +17,6 @@ Patches come in merge-block order: (frame, block row, block column, row in block
 so that the m * m patches of a merged token are neighbours. Source: `rot_pos_emb` and
 `fast_pos_embed_interpolate` of HF transformers' Qwen3-VL.
 
-Over 350 lines, as all of it is the host's half of one layout.
-
 Shapes: B batch, L padded length, T token rows, S segments, V visual tokens of one modality,
 I items (images, videos or frames), P patches.
 """

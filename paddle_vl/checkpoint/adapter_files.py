@@ -26,8 +26,8 @@ from paddle_vl.checkpoint.safetensors_io import (
     read_header,
 )
 from paddle_vl.config.schema import LoRAConfig
-from paddle_vl.files.checked_values import explained
 from paddle_vl.files.hub import path_or_download
+from paddle_vl.files.stored_settings import explained
 from paddle_vl.files.text_file import read_json_object, shown, write_text
 
 CONFIG_FILE = "adapter_config.json"

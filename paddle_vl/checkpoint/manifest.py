@@ -1,6 +1,6 @@
 """`manifest.json` of a checkpoint: its files with sizes and checksums.
 
-    {"format": 2, "step": 500, "nonfinite_updates": 0,
+    {"format": 2, "step": 500,
      "files": {"config.json": {"size": 1234, "xxh3_128": "9f.."},
                "model.safetensors": {"size": 5678, "pieces": [[0, 4000, "1a.."], ..]}, ..}}
 
@@ -8,8 +8,6 @@ A large file, or one that several ranks have written, has a checksum per piece: 
 and checksum, in order. Format 1 has no pieces, and is still read. Checksums are computed from the
 bytes in memory before they are written, so they reveal errors of writing too. Other files in the
 folder, such as a model card, are not checked.
-
-Just over 350 lines: a file's pieces as they are written, listed and verified.
 """
 
 import json
@@ -195,13 +193,8 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write the file and flush it to the disk."""
-        values = {
-            "format": FORMAT,
-            "step": self.step,
-            # For earlier versions, which pass over checkpoints with another number.
-            "nonfinite_updates": 0,
-            "files": dict(sorted(files_as_json(self.files).items())),
-        }
+        files = dict(sorted(files_as_json(self.files).items()))
+        values = {"format": FORMAT, "step": self.step, "files": files}
         text = json.dumps(values, indent=1)
         # One line per piece.
         text = re.sub(r"\[\s+(\d+),\s+(\d+),\s+(\S+)\s+\]", r"[\1, \2, \3]", text)

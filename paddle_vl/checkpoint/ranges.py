@@ -34,7 +34,7 @@ PART_BYTES = 1 << 28
 Place = tuple[int | None, int | None, int | None, int | None]
 
 
-class Source:
+class ShardedValue:
     """A parameter, or a `value` that is sharded like what is updated in its place, on all ranks.
 
     Attributes:
@@ -125,7 +125,7 @@ class Part(NamedTuple):
     writer: int
 
     @property
-    def source(self) -> Source | None:
+    def source(self) -> ShardedValue | None:
         return self.tensors[0].source
 
     @property
@@ -261,7 +261,9 @@ class Exchange:
             self._values[number] = host_array(part.source.flat()._slice(begin, end), copy=False)
             self._places[number] = [slice(None)]
 
-    def _exchange(self, number: int, parts: Sequence[tuple[Part, Source]], dtype: Any) -> None:
+    def _exchange(
+        self, number: int, parts: Sequence[tuple[Part, ShardedValue]], dtype: Any
+    ) -> None:
         """Bring the values of one part each of some ranks to these."""
         own_rank, index = self._ranks.rank, self._members.index
         # One more value for each rank, since Paddle's kernels fail on none.

@@ -166,7 +166,7 @@ def check_keys(
             point dtype.
     """
     from paddle_vl.checkpoint.safetensors_io import FLOATING
-    from paddle_vl.files.checked_values import UNQUANTIZED
+    from paddle_vl.files.stored_settings import UNQUANTIZED
 
     shapes = {item.key: item.stored_shape for item in wanted}
     found = [(key, stored[key], shapes[key]) for key in sorted(shapes) if key in stored]

@@ -18,8 +18,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from paddle_vl.checkpoint.manifest import FileSum, write_bytes
-from paddle_vl.files.checked_values import UNQUANTIZED
 from paddle_vl.files.inner_path import is_inner
+from paddle_vl.files.stored_settings import UNQUANTIZED
 from paddle_vl.files.text_file import read_json_object, shown
 
 NUMPY_DTYPES = {
@@ -231,7 +231,7 @@ class TensorToWrite(NamedTuple):
         arrange: converts it to the layout of the file, without collectives or the device, so it may
             run later in another thread.
         is_joined: another pipeline stage writes it; this rank only sends it values.
-        source: a `paddle_vl.checkpoint.ranges.Source` of the value, in place of `produce`.
+        source: a `paddle_vl.checkpoint.ranges.ShardedValue` of the value, in place of `produce`.
         block: number of the linear in a fused parameter; None for a parameter that is not fused.
         keeps_rows: `arrange` changes each row by itself, along the first dim.
         offset: its place in a file that several ranks write.

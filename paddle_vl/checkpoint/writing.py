@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import paddle
 
-from paddle_vl.checkpoint.ranges import Exchange, Part, Source, divided, units
+from paddle_vl.checkpoint.ranges import Exchange, Part, ShardedValue, divided, units
 from paddle_vl.checkpoint.rules import StoredParameter, by_parameter
 from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, header_of, write_file
 from paddle_vl.nn.parameter_table import Saved
@@ -60,7 +60,7 @@ def parameters_to_write(
         if not spec.joins_saving:
             continue
         dtype = STORED_DTYPES[first.parameter.dtype]
-        source = Source(first.table, first.parameter, store)
+        source = ShardedValue(first.table, first.parameter, store)
         tensors += [
             TensorToWrite(
                 prefix + i.key,

@@ -16,48 +16,14 @@ from paddle_vl.files.names import nearest
 
 logger = logging.getLogger(__name__)
 
-WORDS_HELP = """\
-OpenTau's words:
-  --config_path=FILE              CONFIG
-  --policy.NAME=VALUE             model.policy.NAME=VALUE; --policy.path is model.pretrained
-  --num_cams=N                    --cameras N
-  --batch_size=N, --dataloader_batch_size=N, --gradient_accumulation_steps=N
-                                  train.per_device_train_batch_size and
-                                  train.gradient_accumulation_steps (default 1, as there)
-  --num_workers=N, --prefetch_factor=N, --seed=N, --output_dir=DIR
-                                  data.num_workers, data.prefetch_batches, train.seed and
-                                  train.output_dir
-  --dataset_mixture.NAME_drop_prob=P, --dataset_mixture.n_obs_history=N
-                                  data.drops.NAME_drop_prob=P, model.policy.n_obs_steps=N
-  --dataset_mixture.NAME=VALUE, --wandb.NAME=VALUE
-                                  without effect: the data are those of data.train, or synthetic,
-                                  and a profile publishes nothing
-variables, which options take precedence over:
-  PROFILE_STEPS=N                 --steps N
-  PROFILE_STEP_JSON=FILE          --json FILE
-  PROFILE_NO_OPTIM=1              --no-optimizer
-  ATTENTION_IMPL=NAME             --attention NAME
-  GRAD_CHECKPOINT=true|false      --recompute full|none
-  FIND_UNUSED_PARAMS, FUSED_ADAMW=true, TORCH_COMPILE=false
-                                  without effect: gradients that a rank lacks are always reduced as
-                                  zeros, AdamW is one fused kernel per parameter, and nothing is
-                                  compiled"""
-
 _MIXTURE = "dataset_mixture."
 _BATCHES = ("batch_size", "dataloader_batch_size", "gradient_accumulation_steps")
 _DROPS = (
     "history_state_drop_prob metadata_drop_all_prob metadata_drop_each_prob response_drop_prob "
     "subgoal_drop_prob"
 ).split()
-# OpenTau's descriptions of a data set; the lines of data.train have frames that were chosen.
-_OF_DATA_SETS = (
-    "action_freq datasets delta_stats_max_rows emit_fps image_resample_strategy "
-    "require_non_empty_control_mode require_non_empty_robot_type skip_timestamp_check "
-    "subgoal_end_of_segment_prob tolerance_s val_enable_optional_key_dropout "
-    "val_enable_prompt_substitution val_split_ratio vector_resample_strategy weights"
-).split()
-# Options and their settings; None where one has no effect.
-_OPTIONS: dict[str, str | None] = {
+# Options and their settings.
+_SETTINGS = {
     "policy.path": "model.pretrained",
     "policy.pretrained_path": "model.pretrained",
     "num_workers": "data.num_workers",
@@ -66,9 +32,32 @@ _OPTIONS: dict[str, str | None] = {
     "output_dir": "train.output_dir",
     f"{_MIXTURE}n_obs_history": "model.policy.n_obs_steps",
     **{f"{_MIXTURE}{name}": f"data.drops.{name}" for name in _DROPS},
-    **{f"{_MIXTURE}{name}": None for name in _OF_DATA_SETS},
+}
+# OpenTau's descriptions of a data set; the lines of data.train have frames that were chosen.
+_OF_DATA_SETS = (
+    "action_freq datasets delta_stats_max_rows emit_fps image_resample_strategy "
+    "require_non_empty_control_mode require_non_empty_robot_type skip_timestamp_check "
+    "subgoal_end_of_segment_prob tolerance_s val_enable_optional_key_dropout "
+    "val_enable_prompt_substitution val_split_ratio vector_resample_strategy weights"
+).split()
+# Variables and their options: with the value, or for true and for false. None has no effect.
+_VARIABLES: dict[str, str | tuple[str | None, str | None]] = {
+    "PROFILE_STEPS": "--steps=",
+    "PROFILE_STEP_JSON": "--json=",
+    "ATTENTION_IMPL": "--attention=",
+    "PROFILE_NO_OPTIM": ("--no-optimizer", ""),
+    "GRAD_CHECKPOINT": ("--recompute=full", "--recompute=none"),
+    # Gradients that a rank lacks are always reduced as zeros.
+    "FIND_UNUSED_PARAMS": (None, None),
+    "FUSED_ADAMW": (None, "Paddle's AdamW is fused"),
+    "TORCH_COMPILE": ("there is no torch here", None),
 }
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
+
+WORDS_HELP = """\
+OpenTau's options (--config_path, --policy.NAME, --num_cams, --dataset_mixture.NAME, ...) and
+variables (PROFILE_STEPS, ATTENTION_IMPL, GRAD_CHECKPOINT, ...) are taken, too: docs/profiling.md
+has the tables. Options take precedence over variables."""
 
 
 def translated(arguments: Sequence[str]) -> list[str]:
@@ -85,7 +74,7 @@ def translated(arguments: Sequence[str]) -> list[str]:
     while rest:
         argument = rest.pop(0)
         name, equals, value = argument.removeprefix("--").partition("=")
-        is_opentaus = name in ("config_path", *_BATCHES, *_OPTIONS) or name.startswith(
+        is_opentaus = name in ("config_path", *_BATCHES, *_SETTINGS) or name.startswith(
             ("policy.", "wandb.", _MIXTURE)
         )
         if not argument.startswith("--") or not is_opentaus:
@@ -99,31 +88,21 @@ def translated(arguments: Sequence[str]) -> list[str]:
             configs.append(value)
         elif name in _BATCHES:
             batches[name] = _whole(f"--{name}", value)
-        elif (setting := _setting(name)) is None:
-            logger.info("--%s has no effect here", name)
-        else:
+        elif name in _SETTINGS or name.startswith("policy."):
             # draccus writes null as None; a history of null is one frame.
-            null = "1" if name.endswith("n_obs_history") else "null"
-            kept.append(f"{setting}={null if value == 'None' else value}")
+            if value == "None":
+                value = "1" if name.endswith("n_obs_history") else "null"
+            kept.append(f"{_SETTINGS.get(name, f'model.{name}')}={value}")
+        else:
+            known = [f"{_MIXTURE}{field}" for field in _OF_DATA_SETS]
+            if name.startswith(_MIXTURE) and ".".join(name.split(".")[:2]) not in known:
+                raise ValueError(
+                    f"--{name} is no option; {nearest(name, [*known, *_SETTINGS], '--')}"
+                )
+            logger.info("--%s has no effect here", name)
     if len(configs) > 1:
         raise ValueError(f"--config_path is given twice, {' and '.join(configs)}: give one")
     return [*configs, *kept, *_batch_settings(batches)]
-
-
-def _setting(name: str) -> str | None:
-    """The setting of an option; None if it has no effect.
-
-    Raises:
-        ValueError: OpenTau's data mixture has no such field.
-    """
-    if name in _OPTIONS:
-        return _OPTIONS[name]
-    if name.startswith(_MIXTURE):
-        field = name.removeprefix(_MIXTURE).split(".")[0]
-        if field not in _OF_DATA_SETS:
-            known = [option for option in _OPTIONS if option.startswith(_MIXTURE)]
-            raise ValueError(f"--{name} is no option; {nearest(name, known, '--')}")
-    return f"model.{name}" if name.startswith("policy.") else None
 
 
 def _batch_settings(given: Mapping[str, int]) -> list[str]:
@@ -152,33 +131,23 @@ def words_of_variables(environment: Mapping[str, str] = os.environ) -> list[str]
         ValueError: a value that is wrong or has no counterpart; names the variable.
     """
     words = []
-    if "PROFILE_STEPS" in environment:
-        words.append(f"--steps={_whole('PROFILE_STEPS', environment['PROFILE_STEPS'])}")
-    if file := environment.get("PROFILE_STEP_JSON"):
-        words.append(f"--json={file}")
-    if _truth(environment, "PROFILE_NO_OPTIM"):
-        words.append("--no-optimizer")
-    if "ATTENTION_IMPL" in environment:
-        words.append(f"--attention={environment['ATTENTION_IMPL']}")
-    if (checkpointing := _truth(environment, "GRAD_CHECKPOINT")) is not None:
-        words.append(f"--recompute={'full' if checkpointing else 'none'}")
-    if _truth(environment, "TORCH_COMPILE"):
-        raise ValueError("TORCH_COMPILE is true, and there is no torch here: unset it")
-    if _truth(environment, "FUSED_ADAMW") is False:
-        raise ValueError("FUSED_ADAMW is false, and Paddle's AdamW is fused: unset it")
-    for name in ("FIND_UNUSED_PARAMS", "FUSED_ADAMW", "TORCH_COMPILE"):
-        if _truth(environment, name) is not None:
-            logger.info("%s=%s has no effect here", name, environment[name])
+    for name, option in _VARIABLES.items():
+        value = environment.get(name, "")
+        if not value:
+            continue
+        if isinstance(option, str):
+            words.append(f"{option}{_whole(name, value) if name == 'PROFILE_STEPS' else value}")
+            continue
+        if value.lower() not in _TRUTH:
+            raise ValueError(f"{name} is {value!r}: set it to true or false, or unset it")
+        word = option[0 if _TRUTH[value.lower()] else 1]
+        if word is None:
+            logger.info("%s=%s has no effect here", name, value)
+        elif word and not word.startswith("--"):
+            raise ValueError(f"{name} is {value}, and {word}: unset it")
+        elif word:
+            words.append(word)
     return words
-
-
-def _truth(environment: Mapping[str, str], name: str) -> bool | None:
-    value = environment.get(name)
-    if value is None:
-        return None
-    if value.lower() not in _TRUTH:
-        raise ValueError(f"{name} is {value!r}: set it to true or false, or unset it")
-    return _TRUTH[value.lower()]
 
 
 def _whole(name: str, value: str) -> int:

@@ -170,7 +170,7 @@ MODEL_TEXT = (
 
 
 def model(text: str = MODEL_TEXT) -> Option:
-    return _folder("--model --checkpoint", text)
+    return _folder("--model", text)
 
 
 def output(text: str) -> Option:

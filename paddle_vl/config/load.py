@@ -23,7 +23,7 @@ from paddle_vl.config.row_sources import RowSourceConfig
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.config.section import Section, flatten, setting_descriptions
 from paddle_vl.config.validate import rule_problems
-from paddle_vl.files.checked_values import needed
+from paddle_vl.files.stored_settings import needed
 from paddle_vl.files.text_file import write_text
 
 AnySection = TypeVar("AnySection", bound=Section)

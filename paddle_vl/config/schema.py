@@ -1,8 +1,8 @@
 """The settings that runs of all model families have: type, default, unit and meaning of each.
 
 A family adds its own in a subclass of `RunConfig`, see `paddle_vl.config.families`. Rules between
-settings are in `paddle_vl.config.validate`. One file of more than 350 lines: one reads it beside a
-run file, from top to bottom.
+settings are in `paddle_vl.config.validate`. One reads it beside a run
+file, from top to bottom.
 """
 
 from collections.abc import Iterator

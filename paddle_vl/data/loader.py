@@ -1,7 +1,4 @@
-"""Batches in a reproducible order, prefetched by worker processes; resumable at any batch.
-
-Over 350 lines, to keep the order of samples, the job of a worker and the loader together.
-"""
+"""Batches in a reproducible order, prefetched by worker processes; resumable at any batch."""
 
 import zlib
 from collections import Counter
@@ -16,7 +13,7 @@ from paddle_vl.data.packing import RowBudget, SampleLengths, check_ranks, fill_b
 from paddle_vl.data.prefetch import NoBatchError, PendingBatch, PrefetchingLoader
 from paddle_vl.data.samples import Collator, Sample, SampleSource
 from paddle_vl.data.worker_pool import MAX_BAD_IN_A_ROW, note_sample
-from paddle_vl.files.checked_values import Count, checked, read_section
+from paddle_vl.files.stored_settings import Count, checked, read_section
 from paddle_vl.files.text_file import shown
 
 

@@ -1,8 +1,7 @@
 """Tiny models: stored values, ranks against one device, generation, and a resumed run.
 
 `cases/` has a small Qwen3-VL and a small Qwen3.5 of HF transformers on torch: weights, batch, loss,
-logits, every gradient and greedy tokens, made by `tools/make_doctor_case.py`. Over 350 lines: every
-check that needs a whole model.
+logits, every gradient and greedy tokens, made by `tools/make_doctor_case.py`.
 """
 
 import shutil

@@ -2,7 +2,6 @@
 
 export.json            what is in the folder, see `ExportManifest`
 NAME.json              a program in Paddle's format
-gpu/NAME.json          the same in bfloat16, if the weights are; for GPUs
 WEIGHTS.pdiparams      weights, once for all programs that have the same ones
 onnx/NAME.onnx         a program in ONNX, if asked for; its weights are in onnx/weights.bin
 check.safetensors      for each program inputs and outputs of the model itself
@@ -21,25 +20,24 @@ from pydantic import Field
 
 from paddle_vl.checkpoint.manifest import damaged_files, files_as_json, files_from_json
 from paddle_vl.checkpoint.safetensors_io import read_header
-from paddle_vl.export.program import OnnxProgram, Program, has_gpu
-from paddle_vl.files.checked_values import Listed, Number, Part, checked, read_section
+from paddle_vl.export.program import OnnxProgram, Program
+from paddle_vl.files.stored_settings import Listed, Part, checked, read_section
 from paddle_vl.files.text_file import read_json_object, shown
 
 MANIFEST_FILE = "export.json"
 CHECK_FILE = "check.safetensors"
-GPU_FOLDER = "gpu"
 ONNX_FOLDER = "onnx"
 ONNX_WEIGHTS = "weights.bin"
-FORMAT = 1
+FORMAT = 2
 REMEDY = "export the checkpoint again (paddle-vl export)"
 Runtime = Literal["paddle", "onnxruntime"]
 RUNTIMES = get_args(Runtime)
 AnyProgram = Program | OnnxProgram
 _Count = Annotated[int, Field(ge=1, le=1 << 16)]
 _Size = Annotated[int, Field(ge=-1)]
-_DType = Literal["float32", "float16", "bfloat16", "int64", "int32", "bool"]
-# Above the tolerance of any export; a larger one would compare nothing.
-_Tolerance = Annotated[Number, Field(ge=0, le=0.1)]
+_DType = Literal["float32", "int64", "int32", "bool"]
+# Of stored answers, relative to their largest value: sums in another order.
+_TOLERANCE = 1e-4
 # Kinds of files that are read beside the programs.
 _READ = (".json", ".safetensors")
 S = TypeVar("S")
@@ -49,14 +47,13 @@ def program_file(kind: str, name: str) -> str:
     """Path of a program in an export's folder.
 
     Args:
-        kind: `programs`, `gpu` or `onnx`, as in the manifest.
+        kind: `programs` or `onnx`, as in the manifest.
     """
-    files = {"gpu": f"{GPU_FOLDER}/{name}.json", "onnx": f"{ONNX_FOLDER}/{name}.onnx"}
-    return files.get(kind, f"{name}.json")
+    return f"{ONNX_FOLDER}/{name}.onnx" if kind == "onnx" else f"{name}.json"
 
 
 def as_tensor(array: np.ndarray, dtype: str) -> Tensor:
-    """A copy of an array as an input of that dtype; half precision is stored as float32."""
+    """A copy of an array as an input of that dtype."""
     tensor: Any = paddle.to_tensor(array.copy())
     return tensor.astype(dtype)
 
@@ -77,57 +74,31 @@ class ProgramEntry:
 
 
 @checked
-class AnswerChange:
-    """Difference of a program's first floating-point output from that of float32 weights.
-
-    On the stored input. For logits `equal_argmax` is the share of rows with the same argmax, None
-    for other outputs.
-    """
-
-    largest: Number
-    mean: Number
-    largest_value: Number
-    equal_argmax: Number | None = None
-
-
-@checked
 class ExportManifest:
     """Content of `export.json`.
 
     Attributes:
         model_type: of the model, by which its family is found.
         sizes: what the runtime must know of the model's configuration.
-        dtype: of the weights.
         source: the exported checkpoint: its folder's name, and the checksums of its files.
         versions: of paddle_vl and paddle.
-        tolerance: greatest difference of the stored answers, relative to their largest value.
         programs: by name.
         onnx: programs in ONNX by name; none unless they were asked for.
-        gpu: programs that compute in `dtype`, for GPUs; the others compute in float32.
-        gpu_tolerance: as `tolerance`, of these.
-        gpu_was_run: whether these were run when they were written; traced only without a GPU.
-        change: by program, how the stored weights change its answer, see `AnswerChange`.
         files: size and checksum of every other file.
     """
 
     model_type: str
     sizes: dict[str, Any]
-    dtype: str
     source: dict[str, Any]
     versions: dict[str, str]
-    tolerance: _Tolerance
     programs: dict[str, Part[ProgramEntry]]
     onnx: dict[str, Part[ProgramEntry]] = field(default_factory=dict)
-    gpu: dict[str, Part[ProgramEntry]] = field(default_factory=dict)
-    gpu_tolerance: _Tolerance = 0.0
-    gpu_was_run: bool = False
-    change: dict[str, Part[AnswerChange]] = field(default_factory=dict)
     files: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
         # The files that its programs are read from.
         needed = []
-        for kind in ("programs", "gpu", "onnx"):
+        for kind in ("programs", "onnx"):
             for name, entry in getattr(self, kind).items():
                 needed += [program_file(kind, name), entry.weights]
         for name in (*needed, CHECK_FILE):
@@ -154,15 +125,6 @@ class ExportManifest:
         values = read_json_object(folder / MANIFEST_FILE, "an export's manifest", REMEDY)
         if values.pop("format", None) != FORMAT:
             raise ValueError(f"{folder / MANIFEST_FILE} is not of format {FORMAT}: {REMEDY}")
-        # Version 0.2 also wrote programs of tensor-parallel ranks, and int8 weights, whose programs
-        # widen them.
-        if (ranks := values.pop("mp_degree", 1)) != 1:
-            raise RuntimeError(
-                f"{folder} has the programs of {shown(ranks)} tensor-parallel ranks, which this "
-                f"version does not run: {REMEDY}"
-            )
-        for name in ("int8", "sequence_parallel", "rank"):
-            values.pop(name, None)
         try:
             values["files"] = files_from_json(values["files"])
             found = cls(**values)
@@ -181,13 +143,11 @@ class ExportFolder:
 
     Attributes:
         runtime: what runs its programs.
-        takes_gpu_programs: whether a GPU runs the programs for GPUs.
     """
 
     path: Path
     manifest: ExportManifest
     runtime: Runtime = "paddle"
-    takes_gpu_programs: bool = True
 
     @classmethod
     def open(cls, path: Path, runtime: Runtime = "paddle") -> "ExportFolder":
@@ -225,12 +185,9 @@ class ExportFolder:
             ValueError: the folder has no program of this name for the runtime.
             RuntimeError: the answer is wrong, as an optimization pass of the runtime can make it.
         """
-        is_onnx, manifest, kind = self.runtime == "onnxruntime", self.manifest, "programs"
-        if is_onnx:
-            kind = "onnx"
-        elif name in manifest.gpu and self.takes_gpu_programs and has_gpu():
-            kind = "gpu"
-        entry = getattr(manifest, kind).get(name)
+        is_onnx = self.runtime == "onnxruntime"
+        kind = "onnx" if is_onnx else "programs"
+        entry = getattr(self.manifest, kind).get(name)
         if entry is None:
             raise ValueError(
                 f"{self.path} has no program {name} for {self.runtime}: export the checkpoint "
@@ -241,13 +198,10 @@ class ExportFolder:
             program: AnyProgram = OnnxProgram(file, entry.inputs)
         else:
             program = Program(file, self.path / entry.weights, entry.inputs)
-        tolerance = manifest.gpu_tolerance if kind == "gpu" else manifest.tolerance
-        self._check_answer(program, entry, f"onnx.{name}" if is_onnx else name, tolerance)
+        self._check_answer(program, entry, f"onnx.{name}" if is_onnx else name)
         return program
 
-    def _check_answer(
-        self, program: AnyProgram, entry: ProgramEntry, name: str, tolerance: float
-    ) -> None:
+    def _check_answer(self, program: AnyProgram, entry: ProgramEntry, name: str) -> None:
         try:
             stored = read_header(self.path / CHECK_FILE)
             inputs = {
@@ -265,7 +219,7 @@ class ExportFolder:
         for i, (output, answer) in enumerate(zip(outputs, answers, strict=True)):
             found, wanted = output.astype(np.float64), answer.astype(np.float64)
             error = np.abs(found - wanted).max(initial=0.0)
-            limit = tolerance * max(np.abs(wanted).max(initial=0.0), 1.0)
+            limit = _TOLERANCE * max(np.abs(wanted).max(initial=0.0), 1.0)
             if not error <= limit:
                 raise RuntimeError(
                     f"{self.path}: output {i} of {name} differs by {error:.2g} from the stored "

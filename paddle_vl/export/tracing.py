@@ -77,8 +77,6 @@ def kernels_for_cpu() -> Iterator[None]:
 
 def _layer_norm(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> Tensor:
     """Paddle's own kernel, whose forward pass is thirteen times as fast as the composition."""
-    if x.dtype != paddle.float32 or weight_C.dtype != paddle.float32:
-        return layer_norm.plain(x, weight_C, bias_C, epsilon)
     return F.layer_norm(x, weight_C.shape, weight_C, bias_C, epsilon)
 
 

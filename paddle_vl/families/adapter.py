@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA) of a model: adding, loading, saving and merging them.
 
-Over 350 lines: all ways to an adapter share the names and sizes of its modules.
+All ways to an adapter share the names and sizes of its modules.
 """
 
 import sys

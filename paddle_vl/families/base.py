@@ -3,8 +3,6 @@
 A family is a folder: model, NumPy-only `inputs/`, checkpoint map, pipeline stage, FLOP counter and
 a recipe that implements `Family`. One line of `paddle_vl.config.families` registers it. A family
 does not import the trainer or `paddle_vl.parallel`: what it needs of them is passed in.
-
-Over 350 lines: one interface, with what its methods take and give.
 """
 
 from abc import ABC, abstractmethod
@@ -96,41 +94,6 @@ class Measure(Protocol):
     def add(self, batch: Any) -> None: ...
 
     def entries(self, sums: np.ndarray) -> dict[str, float]: ...
-
-
-class Questions(Protocol):
-    """Prompts whose answers an evaluation generates and scores, see `paddle_vl.train.answers`.
-
-    Attributes:
-        names: of the scores.
-        ends: tokens that end an answer.
-        max_new_tokens: longest answer.
-    """
-
-    names: Sequence[str]
-    ends: Sequence[int]
-    max_new_tokens: int
-
-    def __len__(self) -> int: ...
-
-    def loader(self, ranks: "RankInfo", batch_size: int) -> PrefetchLoader:
-        """This rank's batches of prompts, with the `numbers` of the prompts of the first rows."""
-        ...
-
-    def idle_batch(self) -> Any:
-        """A batch without numbers, for a rank that has no prompt left."""
-
-    def begun(self, batch: Any) -> Any:
-        """The batch as the model takes it, with caches; its output has `choices` `[B]`."""
-
-    def continued(self, batch: Any, tokens: np.ndarray) -> Any:
-        """What follows such a batch after one more token of each prompt."""
-
-    def scored(
-        self, answers: Mapping[int, Sequence[int]]
-    ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """The scores by name, and a line of predictions.jsonl for each answer; ids by prompt."""
-        ...
 
 
 class MeanLosses(NamedTuple):
@@ -371,8 +334,9 @@ class Family(ABC):
         assert self.eval_data is not None, "asked for only where there is evaluation data"
         return {"": self.once(self.eval_data, collator, ranks)}
 
-    def questions(self, model: Any, collator: Collator) -> Questions | None:
-        """Questions of the evaluation data that the run answers; None without train.eval."""
+    def questions(self, model: Any, collator: Collator) -> Any:
+        """Questions of the evaluation data that the run answers, with the methods of
+        `paddle_vl.families.vlm.questions.VLQuestions`; None without train.eval."""
         return None
 
     def once(

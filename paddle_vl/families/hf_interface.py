@@ -92,8 +92,8 @@ def loads_like_hf(function: Callable[P, R]) -> Callable[P, R]:
             if str(device_map) not in same:
                 raise ValueError(
                     f"device_map is {shown(device_map)}, but a model is built on Paddle's current "
-                    f"device, {here}: call paddle.set_device() first; over several devices it runs "
-                    "as a program of ranks (paddle-vl export --mp-degree)"
+                    f"device, {here}: call paddle.set_device() first; it is on one device, and "
+                    "only training divides it over several (parallel.mp_degree)"
                 )
         dtype = kwargs.pop("torch_dtype", kwargs.get("dtype"))
         if dtype is not None:

@@ -1,17 +1,18 @@
 """Models of AI Studio, a Gitea server that keeps large files by Git LFS.
 
-Its own client has one revision of a model in `models/org/name` of its cache, with an index that is
-a pickle; snapshots are beside these folders. See `paddle_vl.files.plain_hub`.
+Its own client (aistudio_sdk 0.3.9) is not used: it prints the errors of downloads and returns a
+folder that lacks the files, checks no hash of them by default, asks another host in place of a
+mirror's, and reports each download. It has one revision of a model in `models/org/name` of its
+cache, with an index that is a pickle; snapshots are beside these folders. See
+`paddle_vl.files.plain_hub`.
 """
 
 import base64
 import hashlib
-import os
 import re
 from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
-from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import quote, urlencode
 
@@ -31,11 +32,9 @@ class AIStudio(PlainHub):
 
     title, digest_name, digest_bytes = "AI Studio", "Git hash", 20
     endpoint_variable, endpoint = "STUDIO_GIT_HOST", "https://git.aistudio.baidu.com"
+    cache_variable, cache = "AISTUDIO_CACHE_HOME", "~/.cache/aistudio/hub"
     token_variable = "AISTUDIO_ACCESS_TOKEN"
     data_set_hint = "aistudio download --dataset {} --local_dir FOLDER"
-
-    def cache_folder(self) -> Path:
-        return Path(os.environ.get("AISTUDIO_CACHE_HOME") or "~/.cache/aistudio/hub").expanduser()
 
     def token_headers(self, token: str) -> Mapping[str, str]:
         return {"Authorization": f"token {token}"}
@@ -50,8 +49,7 @@ class AIStudio(PlainHub):
         tree, listing = quote(self._commit(name, revision), safe=""), {}
         for page in count(1):
             query = urlencode({"recursive": "true", "page": page, "per_page": _PER_PAGE})
-            values = self.answer(name, f"{self._api(name)}/git/trees/{tree}?{query}")
-            with self.reading(name, values.get("message")):
+            with self.answer(name, f"{self._api(name)}/git/trees/{tree}?{query}") as values:
                 entries = values["tree"]
                 for each in entries:
                     path, digest = each["path"], each["sha"]
@@ -89,18 +87,16 @@ class AIStudio(PlainHub):
         if revision == _DEFAULT_REVISION:
             return revision
         try:
-            values = self.answer(name, f"{self._api(name)}/tags/{quote(revision, safe='')}")
+            with self.answer(name, f"{self._api(name)}/tags/{quote(revision, safe='')}") as values:
+                return str(values["commit"]["sha"])
         except RuntimeError as error:
             if isinstance(error.__cause__, HTTPError) and error.__cause__.code == 404:
                 return revision
             raise
-        with self.reading(name, values.get("message")):
-            return str(values["commit"]["sha"])
 
     def _size(self, name: HubName, revision: str, path: str, digest: str) -> int:
         """Bytes of a file, of one in Git LFS those of its content."""
-        values: Any = self.answer(name, self._of_file("contents", name, revision, path))
-        with self.reading(name, values.get("message")):
+        with self.answer(name, self._of_file("contents", name, revision, path)) as values:
             if values["sha"] != digest:
                 raise ValueError(f"{path} has changed since it was listed")
             content = base64.b64decode(values.get("content") or "")

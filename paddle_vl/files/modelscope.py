@@ -1,6 +1,5 @@
 """Models of ModelScope; the cache is that of its own client. See `paddle_vl.files.plain_hub`."""
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from urllib.parse import quote, urlencode
@@ -17,11 +16,9 @@ class ModelScope(PlainHub):
 
     title, digest_name, digest_bytes = "ModelScope", "SHA-256", 32
     endpoint_variable, endpoint = "MODELSCOPE_ENDPOINT", "https://www.modelscope.cn"
+    cache_variable, cache = "MODELSCOPE_CACHE", "~/.cache/modelscope"
     token_variable = "MODELSCOPE_API_TOKEN"
     data_set_hint = "modelscope download --dataset {} --local_dir FOLDER"
-
-    def cache_folder(self) -> Path:
-        return Path(os.environ.get("MODELSCOPE_CACHE") or "~/.cache/modelscope").expanduser()
 
     def token_headers(self, token: str) -> Mapping[str, str]:
         return {"Authorization": f"Bearer {token}", "Cookie": f"m_session_id={token}"}
@@ -34,8 +31,7 @@ class ModelScope(PlainHub):
         known: Mapping[str, ListedFile],
     ) -> dict[str, ListedFile]:
         query = urlencode({"Revision": revision, "Recursive": True})
-        values = self.answer(name, f"{self._api(name)}/files?{query}")
-        with self.reading(name, values.get("Message")):
+        with self.answer(name, f"{self._api(name)}/files?{query}") as values:
             entries = values["Data"]["Files"]
             files = [file for file in entries if file["Type"] == "blob"]
             listing = {

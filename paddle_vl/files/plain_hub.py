@@ -54,6 +54,7 @@ class PlainHub(ABC):
     Attributes:
         title: of the hub, in messages.
         endpoint_variable, endpoint: the variable with a mirror's address, and the hub's own.
+        cache_variable, cache: the variable with the folder of models, and the default.
         token_variable: the variable with a token.
         digest_name, digest_bytes: of the digests in its listings.
         data_set_hint: the command of its own client that downloads a data set.
@@ -62,14 +63,16 @@ class PlainHub(ABC):
     title: ClassVar[str]
     endpoint_variable: ClassVar[str]
     endpoint: ClassVar[str]
+    cache_variable: ClassVar[str]
+    cache: ClassVar[str]
     token_variable: ClassVar[str]
     digest_name: ClassVar[str]
     digest_bytes: ClassVar[int]
     data_set_hint: ClassVar[str]
 
-    @abstractmethod
     def cache_folder(self) -> Path:
         """Where models are kept."""
+        return Path(os.environ.get(self.cache_variable) or self.cache).expanduser()
 
     @abstractmethod
     def token_headers(self, token: str) -> Mapping[str, str]:
@@ -167,29 +170,23 @@ class PlainHub(ABC):
         """The address of the hub, or of its mirror."""
         return (os.environ.get(self.endpoint_variable) or self.endpoint).rstrip("/")
 
-    def answer(self, name: HubName, address: str) -> dict[str, Any]:
-        """The JSON object that a GET answers.
+    @contextmanager
+    def answer(self, name: HubName, address: str) -> Iterator[dict[str, Any]]:
+        """The JSON object that a GET answers. Faults of reading it in the block become errors.
 
         Raises:
-            RuntimeError: there is none; says what to do.
+            RuntimeError: there is none, or it is not as expected; says what to do.
         """
         try:
             with self._opened(address) as answer:
                 content = answer.read()
         except _BROKEN as error:
             raise self._explained(str(name), error) from error
-        return parse_json_object(content, Path(address), self._listing, _LATER)
-
-    @contextmanager
-    def reading(self, name: HubName, told: object) -> Iterator[None]:
-        """Around the reading of an answer, whose faults become a RuntimeError.
-
-        Args:
-            told: what the answer says of itself.
-        """
+        values = parse_json_object(content, Path(address), self._listing, _LATER)
         try:
-            yield
+            yield values
         except (AttributeError, KeyError, TypeError, ValueError) as error:
+            told = values.get("message", values.get("Message"))
             reason = f"{error!r}; it says {told!r:.200}"
             raise RuntimeError(
                 f"{name}: the answer is not {self._listing}: {reason}; {_LATER}"

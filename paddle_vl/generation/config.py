@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PlainValidator
 
-from paddle_vl.files.checked_values import Number, SavedConfig, checked
 from paddle_vl.files.names import Foreign, without_foreign
+from paddle_vl.files.stored_settings import Number, SavedConfig, checked
 
 FILE_NAME = "generation_config.json"
 # Keys of HF's files that do not change the generated tokens. `max_length` includes the prompt;

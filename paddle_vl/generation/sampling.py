@@ -84,7 +84,7 @@ class Sampling:
         return self.temperature > 0
 
 
-class Choice(NamedTuple):
+class ChosenToken(NamedTuple):
     """A chosen token; its log-probability and (token, log-probability) of the most likely ones, if
     the row asks for them."""
 
@@ -158,7 +158,7 @@ class AnswerRow:
 @paddle.no_grad()
 def choose_tokens(
     logits_RV: Tensor, rows: Sequence[AnswerRow], allowed: Sequence[np.ndarray | None] = ()
-) -> list[Choice]:
+) -> list[ChosenToken]:
     """The next token of each row. The host reads their ids, and what rows ask for beside.
 
     Args:
@@ -176,17 +176,17 @@ def choose_tokens(
     token_R, tokens = _best_or_drawn(scores_RV, rows)
     wanted = [row.sampling.logprobs for row in rows if row.sampling.logprobs is not None]
     if not wanted:
-        return [Choice(int(token)) for token in tokens]
+        return [ChosenToken(int(token)) for token in tokens]
     logprobs_RV = F.log_softmax(logits_RV, axis=-1)
     own_R1 = paddle.take_along_axis(logprobs_RV, token_R.unsqueeze(1), axis=1)
     tops = [x.numpy() for x in paddle.topk(logprobs_RV, max(1, *wanted), axis=-1)]
     choices = []
     for row, token, own, values, ids in zip(rows, tokens, own_R1[:, 0].numpy(), *tops, strict=True):
         if (count := row.sampling.logprobs) is None:
-            choices.append(Choice(int(token)))
+            choices.append(ChosenToken(int(token)))
             continue
         top = zip(ids[:count].tolist(), values[:count].tolist(), strict=True)
-        choices.append(Choice(int(token), float(own), tuple(top)))
+        choices.append(ChosenToken(int(token), float(own), tuple(top)))
     return choices
 
 

@@ -9,8 +9,7 @@ token rows, or any leading dims.
 
 The plain implementations are Paddle's `scaled_dot_product_attention`, or a composition in float32.
 Kernels: C or query blocks on the CPU (`paddle_vl.nn.cpu`); flash attention on a GPU, over a mask's
-row intervals where it has them (`paddle_vl.nn.gpu.attention`). Over 350 lines, to have every
-form of the formula side by side.
+row intervals where it has them (`paddle_vl.nn.gpu.attention`).
 
 Rotary angles are float32: in bfloat16, position 300 is off by up to one radian. Channel i is
 rotated with channel i + H/2 ("rotate half" of HF transformers).

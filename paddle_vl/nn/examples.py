@@ -3,7 +3,7 @@ implementation makes of them, for comparisons.
 
 Shapes: T token rows, D width, N query heads, K key heads, H head width, E experts. Sizes of the
 text are those of Qwen3-VL-8B per rank; a CPU takes fewer rows. `tests/single_card_tests/doctor`
-fails where an operation has no example. Over 350 lines, since it is one table.
+fails where an operation has no example.
 """
 
 from collections.abc import Callable

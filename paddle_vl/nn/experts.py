@@ -8,8 +8,6 @@ Padding is not routed: its rows are left out before the router and get zeros fro
 The assignments are sorted by expert, so that the rows of one expert are contiguous. In eager mode
 the gradient of a permutation is the inverse permutation, a gather; a scatter would add values in an
 order that may change from run to run. Shapes depend on R only, and on a GPU the host reads nothing.
-
-Just over 350 lines: a layer of experts without its router.
 """
 
 from collections.abc import Callable
@@ -82,7 +80,7 @@ class ExpertCapacity:
         return max(-(-self.num_rows * copies // num_ranks), 1)
 
 
-class Plan(NamedTuple):
+class RoutingPlan(NamedTuple):
     """Where a layer's rows go.
 
     Attributes:
@@ -139,7 +137,7 @@ class RoutedRows:
                 index_R = paddle.zeros([1], dtype="int64")
         self.num_real = num_own if num_real is None else num_real
         self.index_R = index_R
-        self._plans: dict[nn.Layer, Plan] = {}
+        self._plans: dict[nn.Layer, RoutingPlan] = {}
 
     def taken(self, x_TD: Tensor) -> Tensor:
         """The rows to route, `[R, D]`."""
@@ -154,11 +152,11 @@ class RoutedRows:
         zeros_TD = paddle.zeros([self.num_rows, y_RD.shape[1]], dtype=y_RD.dtype)
         return paddle.scatter(zeros_TD, self.index_R, y_RD)
 
-    def kept_plan(self, layer: nn.Layer) -> Plan | None:
+    def kept_plan(self, layer: nn.Layer) -> RoutingPlan | None:
         """The plan of the layer's first pass while it is recomputed, else None."""
         return self._plans.get(layer) if paddle.is_grad_enabled() else None
 
-    def plan(self, layer: nn.Layer, make: Callable[[], Plan]) -> Plan:
+    def plan(self, layer: nn.Layer, make: Callable[[], RoutingPlan]) -> RoutingPlan:
         """The layer's plan: `kept_plan`, or a new one, kept if recomputation may follow."""
         plan = self.kept_plan(layer)
         if plan is not None:
@@ -365,14 +363,14 @@ class Experts(nn.Layer):
             y_ND = self.exchange(self.run_experts, x_ND, plan.exchange)
         return rows.placed(unpermute_rows(y_ND, dispatch, weights_RK))
 
-    def _plan(self, indices_RK: Tensor, rows: RoutedRows) -> Plan:
+    def _plan(self, indices_RK: Tensor, rows: RoutedRows) -> RoutingPlan:
         dispatch, exchange = sort_by_expert(indices_RK, self.num_experts), None
         own_E = dispatch.counts
         self.tokens_per_expert = paddle.zeros_like(own_E) if rows.is_empty else own_E
         if self.exchange is not None:
             copies = indices_RK.shape[1]
             dispatch, exchange = self.exchange.plan(dispatch, copies, rows.capacity)
-        return Plan(indices_RK, dispatch, GroupSizes(own_E), exchange)
+        return RoutingPlan(indices_RK, dispatch, GroupSizes(own_E), exchange)
 
     def run_experts(self, x_ND: Tensor, sizes: GroupSizes) -> Tensor:
         """This rank's experts applied to rows sorted by expert: `[N, D]`."""

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import paddle
 from paddle import Tensor
@@ -34,19 +34,6 @@ AVERAGE = "ema"
 BUCKET_ELEMENTS = 1 << 27
 # Tensors begin at multiples of this many elements, 256 bytes or more, as products like it.
 ALIGNMENT = 128
-
-
-class Updates(Protocol):
-    """An optimizer whose state a bucket may hold."""
-
-    def update(self, values: Tensor, grad: Tensor, half: Tensor | None = None) -> None:
-        """Update a tensor that is none of the optimizer's parameters, as part of a flat bucket.
-
-        Args:
-            values: float32, with `name` and `optimize_attr` as of a parameter, and `states`, its
-                state tensors by name.
-            half: a half-precision tensor that gets the rounded values.
-        """
 
 
 @dataclass
@@ -164,8 +151,12 @@ class FlatBucket:
         for tensor in (self.values, *self.leaves):
             tensor.main_grad = None
 
-    def update(self, adamw: Updates) -> None:
-        """Update the tensors with a gradient, and round them into the half-precision ones."""
+    def update(self, adamw: Any) -> None:
+        """Update the tensors with a gradient, and round them into the half-precision ones.
+
+        Args:
+            adamw: see `paddle_vl.train.optimizer.AdamW.update`.
+        """
         grad_N = self.values.main_grad
         if grad_N is None:
             return

@@ -7,7 +7,7 @@ A fused weight holds several linears of one input (query, key and value; gate an
 each linear. If one of them is treated differently (frozen, its own learning rate, an adapter),
 `separate` gives each linear its own weight; layers of both kinds are called alike.
 
-Over 350 lines, as linears and their fused forms are drawn, adapted and separated alike.
+Linears and their fused forms are drawn, adapted and separated alike.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

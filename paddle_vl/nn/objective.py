@@ -5,7 +5,6 @@ Losses are sums and counts; the mean over a step is computed once, from the coun
 
 Shapes: B batch, L padded length, T = B * L token rows, R of them with a target, V vocabulary, S
 sources of a training mix.
-Over 350 lines: what a training step knows of losses is here.
 """
 
 from abc import ABC, abstractmethod

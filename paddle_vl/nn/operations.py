@@ -13,7 +13,7 @@ implementation. `choose_kernels` narrows the choice of the whole process (the se
 
 Small operations are here too: sums, activations, norms, slices and dropout of token rows. Norms
 are computed in float32 for activations of any dtype: a bfloat16 mean of squares over a wide row
-would lose most of its bits. Over 350 lines, as every batch passes these.
+would lose most of its bits.
 
 Shapes: N rows, C channels; any number of leading dims.
 """
@@ -35,15 +35,15 @@ from paddle.nn.initializer import Constant
 Device = Literal["cpu", "gpu"]
 Kernels = Literal["fused", "uncompiled", "plain"]
 # What a kernel is made with.
-Source = Literal["C", "oneDNN", "Paddle"]
+KernelSource = Literal["C", "oneDNN", "Paddle"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
 OPERATIONS: list["Operation[Any, Any]"] = []
 # Gives an operation's implementation.
-Choice = Callable[["Operation[Any, Any]"], Callable[..., Any]]
+KernelChoice = Callable[["Operation[Any, Any]"], Callable[..., Any]]
 _chosen: Kernels = "fused"
-_forced: Device | Literal["plain"] | Choice | None = None
+_forced: Device | Literal["plain"] | KernelChoice | None = None
 _has_compiled = False
 # Called with an operation, its positional arguments and its result; None outside of `watched`.
 _watch: Callable[[Any, tuple[Any, ...], Any], None] | None = None
@@ -59,7 +59,7 @@ class Kernel:
     """
 
     device: Device
-    source: Source
+    source: KernelSource
     run: Callable[..., Any]
     fits: Callable[..., bool] | None = None
 
@@ -112,7 +112,7 @@ def _is_used(kernel: Kernel) -> bool:
 def operation(plain: Callable[P, R]) -> Operation[P, R]:
     """Decorator: make an `Operation` of a function whose first argument is a tensor."""
     if callable(_forced):
-        # Code that a `Choice` derives from an operation's is decorated again.
+        # Code that a `KernelChoice` derives from an operation's is decorated again.
         return cast(Any, plain)
     return Operation(plain)
 
@@ -145,7 +145,7 @@ def has_compiled() -> bool:
 
 
 @contextmanager
-def use_kernels(choice: Device | Literal["plain"] | Choice) -> Iterator[None]:
+def use_kernels(choice: Device | Literal["plain"] | KernelChoice) -> Iterator[None]:
     """Take the kernels of this device, or the plain implementations, wherever tensors lie; or what
     a function gives for an operation.
 

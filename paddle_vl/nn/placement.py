@@ -5,7 +5,7 @@ A model gets a `Placement`. It builds tensor-parallel layers with `placement.lay
 `placement.stage_layers` which layers its pipeline stage has. `paddle_vl.parallel.tensor` has the
 implementations for several ranks.
 
-Over 350 lines: this is the complete parallelism interface for a new model.
+This is the complete parallelism interface for a new model.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """The degrees of a run on every mesh axis, and the rules that they must satisfy.
 
-A rule is a function that yields a message for each problem of a `Plan`. Rules need neither a device
-nor other ranks: `plan_problems` runs before anything is built.
+A rule is a function that yields a message for each problem of a `TopologyPlan`. Rules need neither
+a device nor other ranks: `plan_problems` runs before anything is built.
 """
 
 import math
@@ -42,7 +42,7 @@ class ParallelDegrees(MeshSettings):
 
 
 @dataclass(frozen=True)
-class Plan:
+class TopologyPlan:
     """Input of the rules. Rules about model or padding are skipped if it is None.
 
     Attributes:
@@ -58,14 +58,14 @@ class Plan:
     encoder: EncoderShape | None = None
 
 
-def plan_problems(plan: Plan) -> list[str]:
+def plan_problems(plan: TopologyPlan) -> list[str]:
     """All problems of a plan, the same on every rank."""
     run: Any = SimpleNamespace(parallel=plan.degrees)
     idle = settings_without_effect(run, plan.degrees, "parallel.")
     return [*idle, *(problem for rule in _RULES for problem in rule(plan))]
 
 
-def _mesh(plan: Plan) -> Problems:
+def _mesh(plan: TopologyPlan) -> Problems:
     degrees = plan.degrees
     if degrees.num_processes != plan.num_processes:
         arithmetic = " x ".join(f"{axis}_degree {degrees.degree(axis)}" for axis in AXES)
@@ -82,7 +82,7 @@ def _mesh(plan: Plan) -> Problems:
         )
 
 
-def _schedule(plan: Plan) -> Problems:
+def _schedule(plan: TopologyPlan) -> Problems:
     """The pipeline's schedule and its virtual stages."""
     degrees = plan.degrees
     schedule, virtual = degrees.pp_schedule, degrees.num_virtual_stages
@@ -103,7 +103,7 @@ def _schedule(plan: Plan) -> Problems:
         )
 
 
-def _micro_batches(plan: Plan) -> Problems:
+def _micro_batches(plan: TopologyPlan) -> Problems:
     """The number of micro-batches that a schedule needs."""
     degrees = plan.degrees
     schedule, interleaves = degrees.pp_schedule, degrees.num_virtual_stages > 1
@@ -139,7 +139,7 @@ def _micro_batches(plan: Plan) -> Problems:
         )
 
 
-def _tensor_parallel(plan: Plan) -> Problems:
+def _tensor_parallel(plan: TopologyPlan) -> Problems:
     multiple, mp, model = plan.pad_to_multiple_of, plan.degrees.mp_degree, plan.model
     if model is not None:
         yield from _indivisible("num_attention_heads", model.num_attention_heads, mp)
@@ -168,7 +168,7 @@ def _tensor_parallel(plan: Plan) -> Problems:
         )
 
 
-def _context_parallel(plan: Plan) -> Problems:
+def _context_parallel(plan: TopologyPlan) -> Problems:
     degrees, cp, model = plan.degrees, plan.degrees.cp_degree, plan.model
     if cp == 1:
         return
@@ -228,7 +228,7 @@ def experts_fold(ep: int, dp: int, inner: int) -> bool:
     return inner % ep == 0 or (ep % inner == 0 and dp % (ep // inner) == 0)
 
 
-def _experts(plan: Plan) -> Problems:
+def _experts(plan: TopologyPlan) -> Problems:
     degrees = plan.degrees
     ep, dp, sharding, mp = (degrees.degree(axis) for axis in ("ep", "dp", "sharding", "mp"))
     if not experts_fold(ep, dp, sharding * mp):
@@ -255,7 +255,7 @@ def _experts(plan: Plan) -> Problems:
         )
 
 
-def _colocated(plan: Plan) -> Problems:
+def _colocated(plan: TopologyPlan) -> Problems:
     """The schedule that runs the encoder on all ranks, with dp and mp of its own."""
     degrees, world = plan.degrees, plan.degrees.num_processes
     if degrees.schedule != "colocated":

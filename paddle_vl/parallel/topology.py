@@ -25,7 +25,7 @@ from paddle_vl.config.parallel_settings import FleetConfig
 from paddle_vl.nn.parameter_table import ParamSpec
 from paddle_vl.parallel.collective_check import check_run_if_asked
 from paddle_vl.parallel.colocated.grid import ColocatedGrid, EncoderGroups, Place
-from paddle_vl.parallel.degrees import AXES, ParallelDegrees, Plan, plan_problems
+from paddle_vl.parallel.degrees import AXES, ParallelDegrees, TopologyPlan, plan_problems
 from paddle_vl.parallel.fleet_strategy import fleet_problems, fleet_strategy
 from paddle_vl.parallel.gloo_fleet import install, time_limit
 from paddle_vl.parallel.gloo_fleet.patch import check_version
@@ -170,7 +170,7 @@ def initialize(
             `paddle_vl.parallel.collective_check`.
         RuntimeError: Paddle is not 3.3.
     """
-    problems = plan_problems(Plan(degrees, dist.get_world_size()))
+    problems = plan_problems(TopologyPlan(degrees, dist.get_world_size()))
     raise_problems([*problems, *fleet_problems(options or FleetConfig(), degrees)])
     if degrees.num_processes == 1:
         return Topology.single(degrees)

@@ -16,7 +16,7 @@ RESULT_FILE = "profile.json"
 SHARDING_CHOICES = ("none", "dp", "stage1", "stage2", "stage3")
 
 
-class Choice(NamedTuple):
+class MatrixChoice(NamedTuple):
     """The settings of one line of the matrix, along which the batch size grows.
 
     Attributes:
@@ -90,7 +90,7 @@ class Cell:
             `paddle_vl.profile.summary.summarize`.
     """
 
-    choice: Choice
+    choice: MatrixChoice
     batch_size: int
     status: Status
     detail: str
@@ -140,10 +140,9 @@ class Cell:
             return None
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
-            # Cells of one run had no list of them, and all had their time limit.
-            profile, _ = values.pop("profile"), values.pop("limit_seconds", None)
-            runs = tuple(values.get("runs") or filter(None, [profile]))
-            return cls(**values | {"choice": Choice(**values["choice"]), "runs": runs})
+            del values["profile"]
+            made = {"choice": MatrixChoice(**values["choice"]), "runs": tuple(values["runs"])}
+            return cls(**values | made)
         except (json.JSONDecodeError, TypeError, KeyError) as error:
             raise RuntimeError(f"{file} is not a cell of a matrix ({error}); remove it") from error
 

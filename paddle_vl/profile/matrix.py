@@ -23,7 +23,7 @@ from paddle_vl.config.load import flatten, load_run_config
 from paddle_vl.config.parallel_settings import launch_variables
 from paddle_vl.processes import Limits
 from paddle_vl.profile.cell_runs import Outcome, run_cell
-from paddle_vl.profile.cells import RESULT_FILE, Cell, Choice, Growth
+from paddle_vl.profile.cells import RESULT_FILE, Cell, Growth, MatrixChoice
 from paddle_vl.profile.memory import GB
 from paddle_vl.profile.workload import ProfileSettings
 
@@ -48,7 +48,7 @@ class MatrixSettings:
 
     profile: ProfileSettings
     num_processes: int
-    choices: Sequence[Choice]
+    choices: Sequence[MatrixChoice]
     growth: Growth
     seconds: float
     repeats: int = 1
@@ -67,10 +67,10 @@ def all_choices(
     recompute: Sequence[str],
     cameras: Sequence[int | None],
     attention: Sequence[str | None] = (None,),
-) -> list[Choice]:
+) -> list[MatrixChoice]:
     """Every combination."""
     combined = product(cameras, recompute, attention, sharding)
-    return [Choice(s, r, c, a) for c, r, a, s in combined]
+    return [MatrixChoice(s, r, c, a) for c, r, a, s in combined]
 
 
 def run_matrix(
@@ -119,7 +119,7 @@ def run_matrix(
 def _run_cell(
     config_file: str,
     overrides: Sequence[str],
-    choice: Choice,
+    choice: MatrixChoice,
     size: int,
     settings: MatrixSettings,
     run: CellRunner,
@@ -161,7 +161,7 @@ def _run_cell(
 
 
 def cell_settings(
-    config_file: str, overrides: Sequence[str], choice: Choice, settings: MatrixSettings
+    config_file: str, overrides: Sequence[str], choice: MatrixChoice, settings: MatrixSettings
 ) -> dict[str, Any]:
     """All settings that the numbers of a cell depend on, as JSON values."""
     config, profile = load_run_config(config_file, overrides), settings.profile

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from statistics import mean
 from typing import Any, NamedTuple
 
-from paddle_vl.profile.cells import SHARDING_CHOICES, Cell, Choice
+from paddle_vl.profile.cells import SHARDING_CHOICES, Cell, MatrixChoice
 from paddle_vl.profile.matrix import MatrixSettings
 from paddle_vl.train.reporting.plots import COLOURS, label_axes, new_figure
 
@@ -167,7 +167,7 @@ def _values(cell: Cell, limit: float | None) -> list[str]:
     ]
 
 
-def series_and_column(choices: Sequence[Choice]) -> dict[Choice, tuple[str, str]]:
+def series_and_column(choices: Sequence[MatrixChoice]) -> dict[MatrixChoice, tuple[str, str]]:
     """Legend entry of each choice and the title of its column, by the settings that differ."""
     words = {
         choice: (choice.sharding, f"{choice.attention} attention", f"recompute {choice.recompute}")

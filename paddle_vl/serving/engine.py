@@ -7,7 +7,6 @@ keys and values of prompt and answer; none overtakes another, and none loses wha
 A result does not depend on what the other rows of a step are. Only how many there are may change
 its last bits, as matrix products of other shapes add in another order; with `batch_invariant` all
 steps have one shape. (Experts are the exception: their products have as many rows as choose them.)
-Over 350 lines, to have a request's way from the queue to its last event in one file.
 """
 
 import asyncio
@@ -26,7 +25,7 @@ import numpy as np
 
 from paddle_vl.export.qwen3_vl.exported import ExportedQwen3VL
 from paddle_vl.families.vlm.batched import BatchedModel
-from paddle_vl.generation.sampling import AnswerRow, Choice, Sampling, choose_tokens
+from paddle_vl.generation.sampling import AnswerRow, ChosenToken, Sampling, choose_tokens
 from paddle_vl.processes import release_free_memory
 from paddle_vl.serving.exported_rows import ExportedRows
 from paddle_vl.threads import Watch
@@ -400,7 +399,7 @@ class Engine:
             if not each.has_ended:
                 self._append(each, choice)
 
-    def _append(self, sequence: _Sequence, choice: Choice) -> None:
+    def _append(self, sequence: _Sequence, choice: ChosenToken) -> None:
         answer = sequence.answer
         answer.append(choice.token_id)
         self._counts["generated_tokens"] += 1

@@ -22,7 +22,7 @@ import paddle
 from paddle import Tensor
 
 from paddle_vl.config.schema import RunConfig
-from paddle_vl.families.base import MeanLosses, Questions
+from paddle_vl.families.base import MeanLosses
 from paddle_vl.parallel.ranks import SingleRank
 from paddle_vl.parallel.topology import Topology
 from paddle_vl.train.evaluate import groups
@@ -38,12 +38,13 @@ class Answering:
     """Generates and scores the answers to a run's questions.
 
     Args:
+        questions: of `Family.questions`.
         multiple: divides the prompts of a batch.
     """
 
     def __init__(
         self,
-        questions: Questions,
+        questions: Any,
         runner: Runner,
         ranks: SingleRank,
         topology: Topology,

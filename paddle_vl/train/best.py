@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from paddle_vl.config.schema import BestConfig
-from paddle_vl.files.checked_values import Count, Number, checked, read_section
+from paddle_vl.files.stored_settings import Count, Number, checked, read_section
 from paddle_vl.parallel.ranks import SingleRank
 from paddle_vl.train.checkpoint import checkpoint_name
 

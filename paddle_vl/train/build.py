@@ -1,6 +1,6 @@
 """Builds a run from its configuration: model, data, optimizer and trainer.
 
-Over 350 lines: what trains a model, and what a run has around it, in the order in which they start.
+What trains a model, and what a run has around it, in the order in which they start.
 """
 
 import logging
@@ -257,7 +257,7 @@ def placed_model(config: RunConfig, family: Family, placement: Placement) -> Pla
     return PlacedModel(built, parameters, trained, decayed, factors, frozen)
 
 
-class Engine(NamedTuple):
+class TrainingEngine(NamedTuple):
     """What trains a model on this rank's batches; `own_runner` compares no answers."""
 
     layout: Layout
@@ -269,7 +269,7 @@ class Engine(NamedTuple):
 
 def build_engine(
     config: RunConfig, topology: Topology, ranks: SingleRank, family: Family, updates: bool = True
-) -> Engine:
+) -> TrainingEngine:
     """The model with its values, its optimizer and its runner. Called by all ranks.
 
     Args:
@@ -312,7 +312,7 @@ def build_engine(
     if family.compares:
         reference = None if reference_values is None else Reference(reference_values, store)
         runner = ComparingRunner(runner, reference, ranks)
-    return Engine(layout, placed, optimizer, runner, own_runner)
+    return TrainingEngine(layout, placed, optimizer, runner, own_runner)
 
 
 def _reference_checksum(family: Family, ranks: SingleRank) -> str | None:

@@ -37,7 +37,7 @@ import numpy as np
 from paddle_vl.checkpoint.adapter_files import CONFIG_FILE
 from paddle_vl.checkpoint.manifest import MANIFEST_FILE, check_weights
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
-from paddle_vl.files.checked_values import Count, checked, read_section
+from paddle_vl.files.stored_settings import Count, checked, read_section
 from paddle_vl.files.text_file import read_json_object, write_text
 
 logger = logging.getLogger(__name__)
@@ -48,8 +48,6 @@ STATE_FILE = "trainer_state.json"
 MODEL_FILES = ("config.json", CONFIG_FILE)
 _PARTIAL = ".partial-"
 _REMOVED = f"{_PARTIAL}removed-"
-# Of earlier versions: what a save has replaced.
-_REPLACED = ".replaced-"
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -73,7 +71,7 @@ def set_aside(folder: Path) -> Path:
 def finish_saves(output_dir: Path) -> None:
     """Rename the folder of a save that was interrupted when it was complete; delete the remains of
     other saves and of removals."""
-    for path in [*output_dir.glob(_PARTIAL + "*"), *output_dir.glob(_REPLACED + "*")]:
+    for path in output_dir.glob(_PARTIAL + "*"):
         target = output_dir / path.name.removeprefix(_PARTIAL)
         is_save = path.name.startswith(_PARTIAL) and not path.name.startswith(_REMOVED)
         # The manifest is the last file of a save.

@@ -17,7 +17,7 @@ from paddle_vl.parallel.colocated.encoder import ItemEncoder
 from paddle_vl.parallel.colocated.encoder_layers import add_encoder
 from paddle_vl.parallel.colocated.runner import ColocatedRunner, PartsStore, encoder_store
 from paddle_vl.parallel.context_parallel import ContextGroup
-from paddle_vl.parallel.degrees import ParallelDegrees, Plan, plan_problems
+from paddle_vl.parallel.degrees import ParallelDegrees, TopologyPlan, plan_problems
 from paddle_vl.parallel.fleet_strategy import overlaps
 from paddle_vl.parallel.pipeline.runner import ModelChunk, PipelineRunner, split_backward
 from paddle_vl.parallel.pipeline.schedule import chunks_of_stage, num_chunks, split_layers
@@ -60,7 +60,7 @@ class Layout:
     ):
         self.config, self.topology = config, topology
         degrees = topology.degrees
-        plan = Plan(degrees, topology.world_size, shape, pad_to_multiple_of, encoder_shape)
+        plan = TopologyPlan(degrees, topology.world_size, shape, pad_to_multiple_of, encoder_shape)
         raise_problems(plan_problems(plan))
         layers, before, after = costs
         if topology.encoder is not None:

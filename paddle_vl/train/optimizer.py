@@ -3,7 +3,7 @@
 On a GPU the updated tensors are parts of flat buckets, so that a step launches few kernels; on a
 CPU, where launches cost little and the gradients' copies into buckets cost something, they are only
 if the buckets are summed over dp in the backward pass.
-Fleet's sharding stage 1 has buffers of its own. Over 350 lines, for Paddle's AdamW as it is used.
+Fleet's sharding stage 1 has buffers of its own.
 """
 
 import logging
@@ -45,8 +45,15 @@ class AdamW(paddle.optimizer.AdamW):
 
     @paddle.no_grad()
     def update(self, values: Tensor, grad: Tensor, half: Tensor | None = None) -> None:
-        """See `paddle_vl.nn.flat_buckets.Updates`. On a GPU it is one kernel, which moves 28 bytes
-        for each value, and 2 more with `half`."""
+        """Update a tensor that is none of the optimizer's parameters, as part of a flat bucket.
+
+        On a GPU it is one kernel, which moves 28 bytes for each value, and 2 more with `half`.
+
+        Args:
+            values: float32, with `name` and `optimize_attr` as of a parameter, and `states`, its
+                state tensors by name.
+            half: a half-precision tensor that gets the rounded values.
+        """
         self._create_global_learning_rate()
         moment1, moment2, power1, power2 = (
             self._get_accumulator_master(name, values) for name in STATES

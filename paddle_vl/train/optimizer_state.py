@@ -13,7 +13,7 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
-from paddle_vl.checkpoint.ranges import Source
+from paddle_vl.checkpoint.ranges import ShardedValue
 from paddle_vl.checkpoint.safetensors_io import TensorToWrite, check_finite
 from paddle_vl.nn.flat_buckets import AVERAGE, POWERS, STATES, FlatBucket
 from paddle_vl.nn.linear import fused_columns
@@ -85,7 +85,7 @@ class OptimizerState:
                 continue
             # None where other ranks have all of the parameter.
             own = paddle.zeros([0]) if tensor is None else tensor
-            source = Source(self._table, parameter, self.store, own)
+            source = ShardedValue(self._table, parameter, self.store, own)
             tensors += [
                 TensorToWrite(
                     f"{name}/{state}",

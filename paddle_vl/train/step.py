@@ -5,8 +5,6 @@ gradient norm or NaN for a bad step. Losses stay on the device until a report re
 
 With room for a fixed number of rows at experts of other ranks (`ExpertCapacity`), a step that needs
 more makes no update: the number read says so, and the step is repeated with exact sizes.
-
-Over 350 lines, since it is the whole step.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,4 @@
-"""The training loop: steps, and reports, evaluations and checkpoints between them.
-
-Over 350 lines, since it is the whole loop.
-"""
+"""The training loop: steps, and reports, evaluations and checkpoints between them."""
 
 import json
 import logging

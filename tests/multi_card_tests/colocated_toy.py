@@ -2,8 +2,7 @@
 
 The encoder is an MLP whose linears divide over its mp group, with a merged section and two levels.
 The language model is row-wise: with `splits_rows` an mp rank has a part of the token rows and a
-part of every gradient, as under sequence parallelism. Over 350 lines, to keep both models, their
-data and their reference together.
+part of every gradient, as under sequence parallelism.
 """
 
 from collections.abc import Mapping, Sequence

@@ -4,7 +4,7 @@ A run is one step of several micro-batches, in which every rank drops different 
 loss of the step is the sum of squares divided by the number of valid values, plus the sum of cross
 entropies divided by the number of token slots, over all micro-batches of all ranks.
 
-Over 350 lines: all checks run under one topology, and share its model and data.
+All checks run under one topology, and share its model and data.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from paddle_vl.families.pi07.prefix import (
     Prefix,
     PrefixEmbedding,
     Presence,
-    Source,
+    TokenSource,
     joined,
     look_up,
     of_cameras,
@@ -282,19 +282,19 @@ class InBranchEmbedding(PrefixEmbedding):
     def embed_one_by_one(self, batch, blocks: list[Block]) -> dict[str, Tensor]:
         found = {}
         for block in blocks:
-            if block.source in (Source.FIELD, Source.LABEL):
+            if block.source in (TokenSource.FIELD, TokenSource.LABEL):
                 found |= look_up(self.embed_tokens, {block.name: self.tokens.ids(block, batch)})
         for block in blocks:
-            if block.source is Source.VIDEOS:
+            if block.source is TokenSource.VIDEOS:
                 history = paddle.concat([batch["obs_history_is_pad"]] * CAMERAS)
                 rows = self.video_encoder(paddle.concat(batch["videos"]), history)
                 found[block.name] = of_cameras(rows, CAMERAS)
-            elif block.source is Source.SUBGOALS:
+            elif block.source is TokenSource.SUBGOALS:
                 rows = self.video_encoder(None, None, paddle.concat(batch["subgoal_images"]))
                 found[block.name] = of_cameras(rows, CAMERAS)
-            elif block.source is Source.STATE:
+            elif block.source is TokenSource.STATE:
                 found[block.name] = self.embed_state(batch)
-            elif block.source is Source.ACTIONS:
+            elif block.source is TokenSource.ACTIONS:
                 found[block.name] = self.embed_actions(batch)
         return found
 

@@ -1,6 +1,6 @@
 """Checks that run on every rank of a sharding group; see `test_sharding`.
 
-Over 350 lines: all checks run under one topology, and share its model and data.
+All checks run under one topology, and share its model and data.
 """
 
 import gc

@@ -11,7 +11,7 @@ Guarantees, on 2 and 4 ranks (4 ranks share 2 key heads, and some have no video)
 - all ranks issue the same collectives in the same order;
 - dropout masks agree on ranks with the same rows, and differ on ranks with their own.
 
-Over 350 lines: one launch per world size runs all of it.
+One launch per world size runs all of it.
 """
 
 import tempfile

@@ -17,7 +17,7 @@ import pytest
 
 from paddle_vl.checkpoint import writing
 from paddle_vl.checkpoint.manifest import Manifest, SummedStream, damaged_files
-from paddle_vl.checkpoint.ranges import Source
+from paddle_vl.checkpoint.ranges import ShardedValue
 from paddle_vl.checkpoint.reading import stored_value
 from paddle_vl.checkpoint.rules import LinearWeights, StoredParameter
 from paddle_vl.checkpoint.safetensors_io import (
@@ -60,7 +60,7 @@ def halves(group) -> list[tuple[paddle.Tensor, TensorToWrite]]:
     for number in range(COUNT):
         own = paddle.to_tensor(np.split(whole(number), RANKS)[group.rank])
         table.add([own], ParamSpec(split_axis=0))
-        source = Source(table, own, None)
+        source = ShardedValue(table, own, None)
         tensor = TensorToWrite(f"t{number}", (ROWS,), "F32", own.numpy, source=source)
         tensors.append((own, tensor))
     return tensors

@@ -26,8 +26,6 @@ ALLOWED = {
     "checkpoint": {"nn", "config", "files", "compat"},
     "generation": {"files"},
     "data": {"batch", "config", "files", "threads"},
-    # Finds the old paths of what has moved.
-    "moved": set(),
     # A family gets objects of the trainer and the parallel code as arguments.
     "families": {"nn", "batch", "config", "compat", "files", "checkpoint", "generation", "data"},
     # `writing` and the programs of families are for exporting; `load` imports no model code.
@@ -73,7 +71,7 @@ ALLOWED = {
         *("parallel", "nn", "batch", "config", "compat", "files"),
     },
     # Lazy imports of public names (and for type checkers); the command.
-    "__init__": {"config", "families", "generation", "moved"},
+    "__init__": {"config", "families", "generation"},
     "__main__": {"cli"},
 }
 WITHOUT_PADDLE = ("files", "config", "batch", "data", "inputs", "policy", "templates")

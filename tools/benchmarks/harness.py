@@ -9,7 +9,6 @@ markdown file by its tables and where they come from: command, date, machine and
 
 What is measured runs in processes of its own: `launch(function, ...)` calls a function of a
 benchmark there, on one rank or several, with arguments that JSON holds, and returns its results.
-Over 350 lines, as one file is what every benchmark imports.
 """
 
 import argparse

@@ -202,7 +202,7 @@ def exported_folder(folder: Path) -> Parser:
     example = {"ids": np.array([1, 4], np.int64), "x": np.ones([2, 3], np.float32)}
     sizes = {"image_token_id": 1, "video_token_id": 2, "vocab_size": 5, "table_side": 4, "merge": 2}
     specs = [spec("ids", [-1], "int64"), spec("x", [-1, 3], "float32")]
-    program = ProgramToExport(nn.Embedding(5, 3), _rows, lambda _: specs, "table", example)
+    program = ProgramToExport(nn.Embedding(5, 3), _rows, specs, "table", example)
     model = ModelToExport("qwen3_vl", sizes, {"rows": program}, lambda folder: None)
     write_export(model, folder, folder)
     manifest = json.loads((folder / MANIFEST_FILE).read_text())
@@ -222,12 +222,8 @@ def exported_folder(folder: Path) -> Parser:
         return {CHECK_FILE: content, MANIFEST_FILE: as_json(manifest | {"files": files})}
 
     # Entries of most kinds that an export may have.
-    change = {"rows": {"largest": 0.1, "mean": 0.1, "largest_value": 1.0}}
     versions = manifest["versions"] | {"onnxruntime": "1"}
-    seeds = [
-        manifest, manifest | {"onnx": manifest["programs"], "versions": versions},
-        manifest | {"mp_degree": 2, "rank": 0, "change": change},
-    ]  # fmt: skip
+    seeds = [manifest, manifest | {"onnx": manifest["programs"], "versions": versions}]
     manifests = in_file(MANIFEST_FILE, json_bytes(seeds))
     stores = st.one_of(tensor_files([stored]), damaged_bytes([stored])).map(with_sum)
     return Parser(st.one_of(manifests, stores), parse, (str(folder),))

@@ -3,8 +3,7 @@ training trajectories, with the package's own batches, runner, objective and ref
 
 Tolerances are those of the golden data, for float32: log-probabilities of an answer 5e-5 absolute,
 losses 2e-5 relative plus what the errors of log-probabilities make of it (ipo, sppo_hard and dpop
-amplify them), gradients 5e-5 relative to the largest entry of each tensor, trajectories 1e-4. Over
-350 lines: what a case holds, and how the package runs it.
+amplify them), gradients 5e-5 relative to the largest entry of each tensor, trajectories 1e-4.
 """
 
 import json

@@ -2,8 +2,8 @@
 
 Micro-batch t of the run has rows `t * G` to `(t + 1) * G` of the stream of rows (G rows over all
 ranks), of which a rank takes every `size`-th. Rows of `PHASES` consecutive micro-batches lie in
-different lanes (`paddle_vl.data.corpus.lanes`), so that workers prepare them at the same time; a
-lane stays with one worker, which keeps its documents.
+different lanes (`paddle_vl.data.corpus.packed_rows`), so that workers prepare them at the same
+time; a lane stays with one worker, which keeps its documents.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paddle_vl.batch.schema import SOURCE_COUNTS
-from paddle_vl.data.corpus.lanes import DOCUMENTS, LaneState, Piece, RowMaker
+from paddle_vl.data.corpus.packed_rows import DOCUMENTS, LaneState, Piece, RowMaker
 from paddle_vl.data.packing import check_ranks
 from paddle_vl.data.prefetch import PendingBatch, PrefetchingLoader
 from paddle_vl.data.worker_pool import note_sample

@@ -14,8 +14,6 @@ make a turn a training target, each true or false, 1 or 0.
 A tag `<image>` or `<video>`, or a content part without a source, is a place, which takes the next
 entry of `images` or `videos`. A source stays what the row gave: a path or an address, a list of
 frames, bytes, or an object in memory; a data URI becomes its bytes.
-
-Over 350 lines: drafts of messages and all that is decided about them before they are in the form.
 """
 
 import json

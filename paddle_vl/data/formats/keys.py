@@ -5,8 +5,6 @@ Keys of other formats that would change the training targets or the prompt are r
 of a row are extras and named once per file, unless they are known to describe the row; further keys
 of a message or a content part are refused with the nearest known key. Null and empty values ask for
 nothing: tables have every key in every row. Lists and objects may be written as text.
-
-Over 350 lines: the tables of keys are read with the functions that use them.
 """
 
 import ast

@@ -12,7 +12,7 @@ Each message becomes a draft, and the drafts the turns of the canonical form. In
 and `<video>` take the entries of `images` and `videos` in order; in content parts text is literal.
 Anthropic's blocks of calls and answers are read as well.
 
-Over 350 lines: formats differ in their keys alone, and all take the same way from there.
+Formats differ in their keys alone, and all take the same way from there.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 
 from paddle_vl.config.row_sources import RowSourceConfig
 from paddle_vl.config.section import Section
-from paddle_vl.files.checked_values import explained
+from paddle_vl.files.stored_settings import explained
 from paddle_vl.files.text_file import read_text
 
 # LLaMA-Factory's names of columns, and the keys of a row.

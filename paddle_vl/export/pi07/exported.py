@@ -32,7 +32,7 @@ from paddle_vl.families.policy.normalize import (
     policy_normalizers,
 )
 from paddle_vl.families.policy.tokenizers import PromptTokenizer
-from paddle_vl.files.checked_values import checked
+from paddle_vl.files.stored_settings import checked
 
 _TokenId = Annotated[int, Field(ge=0)]
 

@@ -1,7 +1,7 @@
 """The export of a policy (programs prefix, step, actions) and a planner (images, prefill, decode).
 
-A program is a function of the model and of tensors by name, which `ProgramToExport` traces, with a
-function of its inputs' specs. All blocks of inference are laid out in a prefix. Those that a batch
+A program is a function of the model and of tensors by name, which `ProgramToExport` traces, with
+its inputs' specs. All blocks of inference are laid out in a prefix. Those that a batch
 does not need are padding, which no token sees and which counts for no position, so real tokens have
 the same numbers as in the model's own prefix. Attention does not know the lengths when it is
 traced; it equals `StreamView.attend` wherever a query sees a key.
@@ -10,8 +10,6 @@ Shapes: B batch, c cameras, V = c * B videos of F frames and Z = c * B images, c
 images, G of them of a sample, M tokens of an image, D width, L prefix tokens, n new tokens, S keys,
 C steps of a chunk (policy) or capacity of the buffers (planner), A action values, N query heads, K
 key heads, R = N / K * C, H head width.
-
-Over 350 lines: the programs, their attention, and what is written beside them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +37,7 @@ from paddle_vl.families.pi07.prefix import (
     RESPONSE_LABEL,
     Prefix,
     PrefixEmbedding,
-    Source,
+    TokenSource,
     When,
     look_up,
     of_cameras,
@@ -73,12 +71,12 @@ def policy_to_export(policy: PI07LowLevelPolicy) -> ModelToExport:
     """The three programs of a policy, with inputs to check them."""
     model, rng = policy.model, np.random.default_rng(0)
     cameras = len(cameras_of(model.config.input_features))
-    example = _prefix_example(prefix_specs(model), cameras, rng)
-    found = {
-        "prefix": ProgramToExport(model, prefix, prefix_specs, "prefix", example, measured_output=1)
-    }
-    for name, run, specs in (("step", step, step_specs), ("actions", actions, actions_specs)):
-        found[name] = ProgramToExport(model, run, specs, "expert", _example(specs(model), rng))
+    specs = prefix_specs(model)
+    example = _prefix_example(specs, cameras, rng)
+    found = {"prefix": ProgramToExport(model, prefix, specs, "prefix", example)}
+    for name, run, of in (("step", step, step_specs), ("actions", actions, actions_specs)):
+        specs = of(model)
+        found[name] = ProgramToExport(model, run, specs, "expert", _example(specs, rng))
     return _of_policy(policy, PI07Config.type_name, {}, found, found)
 
 
@@ -100,11 +98,13 @@ def planner_to_export(planner: PI07HighLevelPlanner) -> ModelToExport:
     tokens["place"] = np.array([place])
     pixels = _example(images_specs(encoder), rng)
     found = {
-        "images": ProgramToExport(encoder, images, images_specs, "images", pixels),
-        "prefill": ProgramToExport(model, prefill, prefill_specs, "decoder", prompt, True),
-        "decode": ProgramToExport(model, decode, decode_specs, "decoder", tokens, True),
+        "images": ProgramToExport(encoder, images, images_specs(encoder), "images", pixels),
+        "prefill": ProgramToExport(model, prefill, prefill_specs(model), "decoder", prompt),
+        "decode": ProgramToExport(model, decode, decode_specs(model), "decoder", tokens),
     }
-    with_past = ProgramToExport(model, decode_with_past, decode_with_past_specs, "decoder", past)
+    with_past = ProgramToExport(
+        model, decode_with_past, decode_with_past_specs(model), "decoder", past
+    )
     sizes = {"response_label": model.tokens.label_ids[RESPONSE_LABEL], "pad_id": PAD_ID}
     return _of_policy(planner, PLANNER_TYPE, sizes, found, found | {"decode": with_past})
 
@@ -425,7 +425,7 @@ def _present(batch: Mapping[str, Any]) -> dict[When, Tensor]:
     names = {
         When.RESPONSE: "response_masks",
         When.METADATA: "metadata_masks",
-        When.SUBGOAL: CAMERA_MASKS[Source.SUBGOALS],
+        When.SUBGOAL: CAMERA_MASKS[TokenSource.SUBGOALS],
     }
     found = {when: batch[name].any() for when, name in names.items() if name in batch}
     found[When.ANY_FIELD] = paddle.stack([each for each in found.values()]).any()
@@ -446,7 +446,7 @@ def _cache(model: Any, given: Given) -> list[KeyValue]:
 def _cache_specs(model: Any) -> list[InputSpec]:
     text = _backbone(model).text_config
     shape = [None, None, text.num_key_value_heads, text.head_dim]
-    return cache_specs(text.num_hidden_layers, shape, "float32")
+    return cache_specs(text.num_hidden_layers, shape)
 
 
 def _text_specs(*texts: str) -> list[InputSpec]:

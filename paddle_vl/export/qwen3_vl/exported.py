@@ -24,7 +24,7 @@ from paddle_vl.export.program import by_layer, with_room
 from paddle_vl.families.hf_interface import id_rows
 from paddle_vl.families.vlm.chat import Answers
 from paddle_vl.families.vlm.inputs.processor import VLProcessor, generation_settings
-from paddle_vl.files.checked_values import checked
+from paddle_vl.files.stored_settings import checked
 from paddle_vl.generation.config import GenerationConfig, settings_of_call
 from paddle_vl.generation.loop import Streamer, checked_prompts, chosen_tokens, collected
 

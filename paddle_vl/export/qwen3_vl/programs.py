@@ -1,6 +1,6 @@
 """Programs of an exported model: tower, prefill and decode step, of tensors alone.
 
-Each is a function that `ProgramToExport` traces, with a function of its inputs' specs. Only the
+Each is a function that `ProgramToExport` traces, with its inputs' specs. Only the
 last position's logits leave a program.
 
 Shapes: B batch, L prompt length, C capacity of the cache, S keys so far, P patches, Q the longest
@@ -119,14 +119,14 @@ def prefill(model: Any, given: Given) -> list[Tensor]:
 
 def prefill_specs(model: Any) -> list[InputSpec]:
     """Visual embeddings and levels are `[M, D]`, M may be 0."""
-    rows, dtype = [None, model.config.text_config.hidden_size], model.lm_head.weight.dtype
+    rows = [None, model.config.text_config.hidden_size]
     return [
         spec("input_ids", [None, None], "int64"),
         spec("attention_mask", [None, None], "int64"),
         spec("position_ids", [3, None, None], "int64"),
-        spec("visual_embeds", rows, dtype),
+        spec("visual_embeds", rows, "float32"),
         *[
-            spec(f"level_{g}", rows, dtype)
+            spec(f"level_{g}", rows, "float32")
             for g in range(model.language_model.embedding.num_levels)
         ],
     ]
@@ -169,7 +169,7 @@ def decode_with_past_specs(model: Any) -> list[InputSpec]:
         spec("input_ids", [None, 1], "int64"),
         spec("attention_mask", [None, None], "int64"),
         spec("position_ids", [3, None, 1], "int64"),
-        *cache_specs(text.num_hidden_layers, shape, model.lm_head.weight.dtype),
+        *cache_specs(text.num_hidden_layers, shape),
     ]
 
 
@@ -228,7 +228,7 @@ def model_to_export(
     place, capacity = 5, 8
     caches = {
         str(one.name): normal(2, text.num_key_value_heads, capacity, text.head_dim)
-        for one in cache_specs(text.num_hidden_layers, [], "float32")
+        for one in cache_specs(text.num_hidden_layers, [])
     }
     token = {
         "input_ids": np.full((2, 1), config.vision_start_token_id, dtype=np.int64),
@@ -239,11 +239,13 @@ def model_to_export(
     mask_BC = np.pad(token["attention_mask"], ((0, 0), (0, capacity - place - 1)))
     step = token | {"attention_mask": mask_BC, "place": np.array([place])} | caches
     programs = {
-        "tower": ProgramToExport(model.visual, tower, tower_specs, "tower", pictures),
-        "prefill": ProgramToExport(model, prefill, prefill_specs, "decoder", prompts, True),
-        "decode": ProgramToExport(model, decode, decode_specs, "decoder", step, True),
+        "tower": ProgramToExport(model.visual, tower, tower_specs(model.visual), "tower", pictures),
+        "prefill": ProgramToExport(model, prefill, prefill_specs(model), "decoder", prompts),
+        "decode": ProgramToExport(model, decode, decode_specs(model), "decoder", step),
     }
-    with_past = ProgramToExport(model, decode_with_past, decode_with_past_specs, "decoder", past)
+    with_past = ProgramToExport(
+        model, decode_with_past, decode_with_past_specs(model), "decoder", past
+    )
     sizes = {
         "image_token_id": config.image_token_id,
         "video_token_id": config.video_token_id,
@@ -257,6 +259,5 @@ def model_to_export(
         programs,
         save_files,
         programs | {"decode": with_past},
-        computes_in_half=True,
         takes_cpu_kernels=True,
     )

@@ -9,8 +9,6 @@ single group is used for all groups; an unknown group starts from the first grou
 Statistics are measured data, so they are matched by name only.
 
 A file has exactly the tensors that OpenTau writes, those among them that nothing reads.
-
-Over 350 lines: the names of the parameters, and all that is chosen and found by them.
 """
 
 import fnmatch

@@ -10,7 +10,7 @@ the policy's level too, `shared_settings`: they are kept in `vlm_config`, may be
 level and are written at both. Values given at both must agree. OpenTau writes all settings, so in
 its files (which have `model_type`) a default counts as not given.
 
-Over 350 lines, since every field has its type, range, default and meaning here.
+Every field has its type, range, default and meaning here.
 
 Source: Gemma3WithExpertConfig of OpenTau; Gemma3Config and SiglipVisionConfig of HF transformers.
 """
@@ -34,7 +34,7 @@ from paddle_vl.families.policy.features import (
     PolicyFeature,
     read_config,
 )
-from paddle_vl.files.checked_values import (
+from paddle_vl.files.stored_settings import (
     INERT_KEYS,
     Listed,
     Number,

@@ -14,8 +14,6 @@ the width of its stream, E that of the condition, F inner width of the MLP, N qu
 key/value heads, H head width. Inside the layers, tokens are rows, batch-major: T = B * L of the
 prefix and T' = B * C of the suffix; under sequence parallelism this rank's shard of them.
 
-Over 350 lines, to keep both halves and their attention in one file.
-
 Source: OpenTau's Gemma3WithExpertModel, InterleavedDecoderLayer and make_att_2d_masks;
 Gemma3DecoderLayer of HF transformers; the adaptive expert is openpi's.
 """

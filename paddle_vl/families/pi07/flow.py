@@ -3,8 +3,7 @@ matching of action chunks by an expert that reads the prefix.
 
 Time t = 1 is noise and t = 0 the actions: `x_t = t * noise + (1 - t) * actions`. The expert learns
 the velocity `noise - actions`; sampling integrates it from noise to actions. The discrete action
-tokens at the end of the prefix train the backbone at the same time. Over 350 lines, to keep the
-formulas of training and sampling together.
+tokens at the end of the prefix train the backbone at the same time.
 
 Shapes: B batch, F frames of the history, C steps of a chunk, A action values, S state values, L
 prefix tokens (L_a action tokens among them), D backbone width, E expert width, V action-token

@@ -23,7 +23,7 @@ from paddle_vl.families.pi07.config import (
     PI07PlannerConfig,
     SiglipVisionConfig,
 )
-from paddle_vl.files.checked_values import check_mapping
+from paddle_vl.files.stored_settings import check_mapping
 from paddle_vl.files.text_file import read_json_object, shown
 
 logger = logging.getLogger(__name__)

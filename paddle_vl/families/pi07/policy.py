@@ -13,8 +13,6 @@ Optional: `obs_history_is_pad` `[B, F]` (without it, the past is padding); `resp
     `<goal>_is_pad` `[B]`, True for samples that lack this image.
 Training: also `actions` `[B, C, A]`, optionally with `action_is_pad` and `real_action_dim`.
 
-Over 350 lines, since making, loading and saving a policy belong together.
-
 Source: PI07LowLevelPolicy of OpenTau.
 """
 

@@ -13,7 +13,7 @@ the history, S state values, Z images of all samples and cameras, D backbone wid
 G groups of data, I inputs and O outputs of a linear. Masks are True for real tokens. `xp` is
 `numpy` or `paddle`.
 
-Over 350 lines, since embedding, masks and counts must agree.
+Embedding, masks and counts must agree.
 
 Source: `embed_prefix` of OpenTau's PI07LowLevelFlowMatching and PI07HighLevelPlannerModel.
 """
@@ -40,7 +40,7 @@ PAD_ID = 0
 ImageRows = Callable[[Sequence[str]], Tensor]
 
 
-class Source(Enum):
+class TokenSource(Enum):
     """Where the tokens of a block come from."""
 
     VIDEOS = auto()  # the video of every camera, one after the other
@@ -53,11 +53,15 @@ class Source(Enum):
 
 
 # Batch entries with images, and the entry with the camera masks of each source.
-IMAGES = {"videos": Source.VIDEOS, "images": Source.IMAGES, "subgoal_images": Source.SUBGOALS}
+IMAGES = {
+    "videos": TokenSource.VIDEOS,
+    "images": TokenSource.IMAGES,
+    "subgoal_images": TokenSource.SUBGOALS,
+}
 CAMERA_MASKS = {
-    Source.VIDEOS: "vid_masks",
-    Source.IMAGES: "img_masks",
-    Source.SUBGOALS: "subgoal_img_masks",
+    TokenSource.VIDEOS: "vid_masks",
+    TokenSource.IMAGES: "img_masks",
+    TokenSource.SUBGOALS: "subgoal_img_masks",
 }
 
 
@@ -91,7 +95,7 @@ class Block:
     """
 
     name: str
-    source: Source
+    source: TokenSource
     text: str
     attends: Attends
     when: When
@@ -105,39 +109,39 @@ class Block:
 
 _CAUSAL = Attends.CAUSAL
 PREFIX_BLOCKS: tuple[Block, ...] = (
-    Block("videos", Source.VIDEOS, "", Attends.JOINED, When.ALWAYS),
-    Block("language", Source.FIELD, "lang", _CAUSAL, When.ALWAYS),
-    Block("state_label", Source.LABEL, "State: ", _CAUSAL, When.ALWAYS),
-    Block("state", Source.STATE, "", Attends.TOGETHER, When.ALWAYS),
-    Block("state_end", Source.LABEL, ", ", _CAUSAL, When.ANY_FIELD),
-    Block("state_end_alone", Source.LABEL, ":\n", _CAUSAL, When.NO_FIELD),
-    Block("response", Source.FIELD, "response", _CAUSAL, When.RESPONSE),
-    Block("metadata", Source.FIELD, "metadata", _CAUSAL, When.METADATA),
-    Block("fields_end", Source.LABEL, ";\n ", _CAUSAL, When.ANY_FIELD),
-    Block("subgoal_label", Source.LABEL, "Subgoal: ", _CAUSAL, When.SUBGOAL, True),
-    Block("subgoals", Source.SUBGOALS, "", Attends.TOGETHER, When.SUBGOAL),
-    Block("subgoal_end", Source.LABEL, ", ", _CAUSAL, When.SUBGOAL, True),
+    Block("videos", TokenSource.VIDEOS, "", Attends.JOINED, When.ALWAYS),
+    Block("language", TokenSource.FIELD, "lang", _CAUSAL, When.ALWAYS),
+    Block("state_label", TokenSource.LABEL, "State: ", _CAUSAL, When.ALWAYS),
+    Block("state", TokenSource.STATE, "", Attends.TOGETHER, When.ALWAYS),
+    Block("state_end", TokenSource.LABEL, ", ", _CAUSAL, When.ANY_FIELD),
+    Block("state_end_alone", TokenSource.LABEL, ":\n", _CAUSAL, When.NO_FIELD),
+    Block("response", TokenSource.FIELD, "response", _CAUSAL, When.RESPONSE),
+    Block("metadata", TokenSource.FIELD, "metadata", _CAUSAL, When.METADATA),
+    Block("fields_end", TokenSource.LABEL, ";\n ", _CAUSAL, When.ANY_FIELD),
+    Block("subgoal_label", TokenSource.LABEL, "Subgoal: ", _CAUSAL, When.SUBGOAL, True),
+    Block("subgoals", TokenSource.SUBGOALS, "", Attends.TOGETHER, When.SUBGOAL),
+    Block("subgoal_end", TokenSource.LABEL, ", ", _CAUSAL, When.SUBGOAL, True),
     # The action tail: the expert never sees what follows.
-    Block("action_label", Source.LABEL, "Action: ", _CAUSAL, When.TRAINING),
-    Block("actions", Source.ACTIONS, "", _CAUSAL, When.TRAINING),
+    Block("action_label", TokenSource.LABEL, "Action: ", _CAUSAL, When.TRAINING),
+    Block("actions", TokenSource.ACTIONS, "", _CAUSAL, When.TRAINING),
 )
 MEMORY_LABEL, RESPONSE_LABEL = "Updated Memory: ", "Subtask: "
 # The planner reads the state as text; its outputs are in the prefix in training only.
 PLANNER_BLOCKS: tuple[Block, ...] = (
-    Block("images", Source.IMAGES, "", Attends.JOINED, When.ALWAYS),
-    Block("language", Source.FIELD, "lang", _CAUSAL, When.ALWAYS),
-    Block("metadata", Source.FIELD, "metadata", _CAUSAL, When.METADATA),
-    Block("fields_end", Source.LABEL, ";\n ", _CAUSAL, When.METADATA),
-    Block("memory_label", Source.LABEL, MEMORY_LABEL, _CAUSAL, When.ALWAYS),
-    Block("memory", Source.FIELD, "memory", _CAUSAL, When.TRAINING),
-    Block("response_label", Source.LABEL, RESPONSE_LABEL, _CAUSAL, When.TRAINING),
-    Block("response", Source.FIELD, "response", _CAUSAL, When.TRAINING),
+    Block("images", TokenSource.IMAGES, "", Attends.JOINED, When.ALWAYS),
+    Block("language", TokenSource.FIELD, "lang", _CAUSAL, When.ALWAYS),
+    Block("metadata", TokenSource.FIELD, "metadata", _CAUSAL, When.METADATA),
+    Block("fields_end", TokenSource.LABEL, ";\n ", _CAUSAL, When.METADATA),
+    Block("memory_label", TokenSource.LABEL, MEMORY_LABEL, _CAUSAL, When.ALWAYS),
+    Block("memory", TokenSource.FIELD, "memory", _CAUSAL, When.TRAINING),
+    Block("response_label", TokenSource.LABEL, RESPONSE_LABEL, _CAUSAL, When.TRAINING),
+    Block("response", TokenSource.FIELD, "response", _CAUSAL, When.TRAINING),
 )
 
 
 def labels_of(blocks: tuple[Block, ...]) -> tuple[str, ...]:
     """The labels among blocks, each once."""
-    return tuple(dict.fromkeys(b.text for b in blocks if b.source is Source.LABEL))
+    return tuple(dict.fromkeys(b.text for b in blocks if b.source is TokenSource.LABEL))
 
 
 LABELS, PLANNER_LABELS = labels_of(PREFIX_BLOCKS), labels_of(PLANNER_BLOCKS)
@@ -361,13 +365,13 @@ class PrefixTokens:
 
     def length(self, batch: Mapping[str, Any], presence: Presence, training: bool = True) -> int:
         """L, from the shapes of the batch alone."""
-        names, length = {Source.STATE: "state", Source.ACTIONS: "discrete_actions"}, 0
+        names, length = {TokenSource.STATE: "state", TokenSource.ACTIONS: "discrete_actions"}, 0
         for block in self.embedded(batch, presence, training):
             if not presence.has(block, training):
                 continue
             if block.source in CAMERA_MASKS:
                 length += len(batch[CAMERA_MASKS[block.source]]) * self.camera_tokens
-            elif block.source is Source.LABEL:
+            elif block.source is TokenSource.LABEL:
                 length += len(self.label_ids[block.text])
             else:
                 length += batch[names.get(block.source, f"{block.text}_tokens")].shape[1]
@@ -411,12 +415,14 @@ class PrefixTokens:
 
     def texts(self, blocks: Sequence[Block], batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """Token ids, int64 `[B, n]`, of those blocks that are text, by name."""
-        texts = [block for block in blocks if block.source in (Source.FIELD, Source.LABEL)]
+        texts = [
+            block for block in blocks if block.source in (TokenSource.FIELD, TokenSource.LABEL)
+        ]
         return {block.name: self.ids(block, batch) for block in texts}
 
     def ids(self, block: Block, batch: Mapping[str, Any]) -> Tensor:
         """Token ids of a block of text, int64 `[B, n]`."""
-        if block.source is Source.FIELD:
+        if block.source is TokenSource.FIELD:
             return batch[f"{block.text}_tokens"]
         row = _label_row(tuple(self.label_ids[block.text]))
         return paddle.tile(row, [batch["lang_tokens"].shape[0], 1])
@@ -429,16 +435,16 @@ class PrefixTokens:
                 return np.repeat(pad_Bc, self.camera_tokens, axis=1)
             pad_BcM = paddle.expand(pad_Bc.unsqueeze(-1), [-1, -1, self.camera_tokens])
             return pad_BcM.flatten(1, 2)
-        if block.source is Source.STATE:
+        if block.source is TokenSource.STATE:
             return real_frames(batch, xp)
-        if block.source is Source.ACTIONS:
+        if block.source is TokenSource.ACTIONS:
             return batch["discrete_action_masks"]
-        if block.source is Source.FIELD:
+        if block.source is TokenSource.FIELD:
             return batch[f"{block.text}_masks"]
         shape = [batch["lang_masks"].shape[0], len(self.label_ids[block.text])]
         pad = xp.ones(shape, dtype="bool")
         if block.hidden_without_subgoal:
-            has_goal = _by_camera(batch[CAMERA_MASKS[Source.SUBGOALS]], xp).any(axis=1)
+            has_goal = _by_camera(batch[CAMERA_MASKS[TokenSource.SUBGOALS]], xp).any(axis=1)
             pad = xp.logical_and(pad, has_goal[:, None])
         return pad
 
@@ -549,15 +555,15 @@ class PrefixEmbedding(nn.Layer):
         for block in blocks:
             if block.source in CAMERA_MASKS:
                 found[block.name] = images[block.source]
-            elif block.source is Source.STATE:
+            elif block.source is TokenSource.STATE:
                 found[block.name] = self.embed_state(batch)
-            elif block.source is Source.ACTIONS:
+            elif block.source is TokenSource.ACTIONS:
                 found[block.name] = self.embed_actions(batch)
         return found
 
     def _images(
         self, batch: Mapping[str, Any], with_goals: bool, image_rows: ImageRows | None
-    ) -> dict[Source, Tensor]:
+    ) -> dict[TokenSource, Tensor]:
         given = {name: batch[name] for name in IMAGES if batch.get(name)}
         read = [name for name in given if with_goals or name != "subgoal_images"]
         if image_rows is not None:
@@ -580,7 +586,7 @@ class PrefixEmbedding(nn.Layer):
             found[IMAGES[name]] = of_cameras(rows, len(given[name]))
         if len(read) < len(given):
             # Never laid out; these rows keep the graph the same as with goals.
-            found[Source.SUBGOALS] = of_cameras(slice_axis(rows_ZMD, 0, size), 1)
+            found[TokenSource.SUBGOALS] = of_cameras(slice_axis(rows_ZMD, 0, size), 1)
         return found
 
     def embed_state(self, batch: Mapping[str, Any]) -> Tensor:

@@ -1,7 +1,7 @@
 """pi07's policy and planner as families: see `paddle_vl.families.base.Family`.
 
-Over 350 lines, since the planner's recipe differs little from the policy's: it has no actions, so
-neither flow nor action tokenizer.
+The planner's recipe differs little from the policy's: it has no actions, so neither flow nor
+action tokenizer.
 """
 
 import math

@@ -4,8 +4,6 @@
 `model.policy`; the `config.json` of the checkpoint that a resumed run continues; otherwise that of
 `model.pretrained`, or `model.config`, where `model.pretrained` may be the backbone. The result is
 what the run saves as `config.json`. `docs/policies.md` has the settings and what they change.
-
-Over 350 lines: all settings of a run, and the rules between them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,8 +31,8 @@ from paddle_vl.families.policy.features import (
     ImageTransforms,
 )
 from paddle_vl.families.policy.robot_settings import DatasetMixtureConfig
-from paddle_vl.files.checked_values import descriptions
 from paddle_vl.files.names import nearest
+from paddle_vl.files.stored_settings import descriptions
 from paddle_vl.files.text_file import shown
 
 Config = TypeVar("Config", bound=PolicyConfig)

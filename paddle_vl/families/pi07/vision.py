@@ -1,7 +1,7 @@
 """Videos and still images to tokens of the backbone: SigLIP tower, temporal attention, projector.
 
 Every `stride`-th layer of the tower attends over past frames too; only the current, last frame of a
-video is output. Over 350 lines, to keep the forward pass from pixels to tokens in one file.
+video is output.
 
 Shapes: B videos of F frames, S still images, P = B * F + S frames in all, videos first; N patches
 of a frame, U tower width, h heads, H head width; M tokens of an image, D backbone width.

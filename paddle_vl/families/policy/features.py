@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from paddle_vl.config.section import Section
-from paddle_vl.files.checked_values import Listed, checked
+from paddle_vl.files.stored_settings import Listed, checked
 from paddle_vl.files.text_file import read_json_object
 
 CURRENT_CONFIG_VERSION = 1

@@ -5,8 +5,6 @@ NumPy only: loader workers run it. Entries of raw batches: `paddle_vl.families.p
 Shapes: B batch, T observed frames, C camera pixel channels (3), H and W pixels, S state dims, L
 padded length of a text, N slots with a target, J steps of an action chunk, A action dims.
 
-Over 350 lines: the types of the batches, their texts, and what makes both.
-
 Source: the preprocessing of OpenTau's pi07 policies.
 """
 

@@ -6,8 +6,6 @@ A group is a data set, or a robot under one control mode. Every statistic has on
 denominators and maps a feature whose range is zero to 0; version 0 adds 1e-8 and maps it to -1.
 Nothing is clamped. Names of statistics are those of OpenTau's data sets.
 
-Over 350 lines: what makes statistics, checks them, applies them and keeps them is here.
-
 Source: Normalize and Unnormalize of OpenTau.
 """
 

@@ -1,8 +1,6 @@
 """Tokenizers of texts and of action chunks.
 
 Shapes: B batch, C steps of a chunk, A action dims, L tokens.
-
-Over 350 lines: reading, fitting and writing of both.
 """
 
 import json
@@ -17,7 +15,7 @@ import numpy as np
 from pydantic import Field
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from paddle_vl.files.checked_values import Number, checked
+from paddle_vl.files.stored_settings import Number, checked
 from paddle_vl.files.text_file import read_json_object, shown, write_text
 from paddle_vl.files.tokenizer_json import TOKENIZER_FILE, highest_id, read_tokenizer
 

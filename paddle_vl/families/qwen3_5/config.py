@@ -30,7 +30,7 @@ from paddle_vl.families.vlm.config import (
     tower_section,
     typed_section,
 )
-from paddle_vl.files.checked_values import (
+from paddle_vl.files.stored_settings import (
     INERT_KEYS,
     Listed,
     Number,

@@ -7,7 +7,7 @@ channels. DeltaNet: K key heads, N value heads, C key width, V value width, E ch
 convolution, J its taps.
 
 Source: Qwen3_5TextModel, Qwen3_5GatedDeltaNet and Qwen3_5MoeSparseMoeBlock of HF transformers,
-modeling_qwen3_5.py and modeling_qwen3_5_moe.py. Over 350 lines, to have the decoder in one file.
+modeling_qwen3_5.py and modeling_qwen3_5_moe.py.
 """
 
 from typing import Any

@@ -18,7 +18,7 @@ import paddle
 from paddle import Tensor
 
 from paddle_vl.batch.positions import checked_grid
-from paddle_vl.families.vlm.generate import Prompts, step_logits
+from paddle_vl.families.vlm.generate import EmbeddedPrompts, step_logits
 from paddle_vl.families.vlm.layers import VisionFeatures, decoder_positions
 from paddle_vl.families.vlm.row_adapters import RowAdapters
 from paddle_vl.nn.attention import PagedKeys
@@ -53,7 +53,7 @@ class Prompt:
         self.position_ids, deltas_1 = model.position_ids(self.ids_1L, None, *grids)
         self.next_position = self.length + int(deltas_1[0])
         # While the prompt runs.
-        self.columns: Prompts | None = None
+        self.columns: EmbeddedPrompts | None = None
 
 
 def checked_ids(input_ids: np.ndarray, vocab: int) -> np.ndarray:
@@ -160,7 +160,9 @@ class BatchedModel:
         if prompt.columns is None:
             visual = self._visual(prompt)
             prompt.items.clear()
-            prompt.columns = Prompts(self._model, prompt.ids_1L, prompt.position_ids, visual)
+            prompt.columns = EmbeddedPrompts(
+                self._model, prompt.ids_1L, prompt.position_ids, visual
+            )
         self._use(PagedKeys([places[:end]], end - begin, [row]))
         hidden_1LD = prompt.columns.run(begin, end, self._pools)
         if end < prompt.length:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field
 
-from paddle_vl.files.checked_values import (
+from paddle_vl.files.stored_settings import (
     INERT_KEYS,
     Listed,
     Number,

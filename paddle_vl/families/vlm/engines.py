@@ -37,7 +37,7 @@ _ROPE = (
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineRules:
     """One engine.
 
     Attributes:
@@ -89,7 +89,7 @@ class Engine:
 
 
 ENGINES = {
-    "vllm": Engine(
+    "vllm": EngineRules(
         "vllm-project/vllm, vllm/model_executor/models: qwen3_vl.py at 4f5768c, qwen3_vl_moe.py "
         "at e005f02, qwen3_5.py at 36c110b; vllm/lora: peft_helper.py at e745baf, lora_model.py "
         "at 532cc25",
@@ -104,7 +104,7 @@ ENGINES = {
         features=("rsLoRA", _TOWER),
         max_rank=16,
     ),
-    "sglang": Engine(
+    "sglang": EngineRules(
         "sgl-project/sglang, python/sglang/srt/models: qwen3_vl.py at 2409eac and 005fa83, "
         "qwen3_vl_moe.py at d9eb001, qwen3_5.py at cf4465f; python/sglang/srt/lora: lora.py at "
         "db2a4cc",
@@ -115,7 +115,7 @@ ENGINES = {
         ),
         reads_all_files=True,
     ),
-    "fastdeploy": Engine(
+    "fastdeploy": EngineRules(
         "PaddlePaddle/FastDeploy, fastdeploy: config.py and model_executor/utils.py at 0009064, "
         "model_executor/load_weight_utils.py at 0004557, model_executor/models/qwen3_vl: "
         "qwen3_vl.py at 153f0d5, qwen3_vl_moe.py at df14deb",
@@ -126,10 +126,10 @@ ENGINES = {
         files=("tokenizer.json", "tokenizer_config.json", "preprocessor_config.json"),
         adapted=(),
     ),
-    "transformers": Engine(
+    "transformers": EngineRules(
         "transformers 5.24.0: conversion_mapping.py, core_model_loading.py, models/qwen3_vl, "
         "qwen3_vl_moe, qwen3_5 and qwen3_5_moe, integrations/peft.py",
-        experts=(*Engine.experts, "qwen3_vl_moe swapped"),
+        experts=(*EngineRules.experts, "qwen3_vl_moe swapped"),
         tells_by_shape=True,
         templates=("processor_config.json", "chat_template.json", "chat_template.jinja"),
         settings=(*_SIZES, *_ROPE),

@@ -1,7 +1,4 @@
-"""Evaluation of a model folder on data files or a benchmark: losses, and the scores of answers.
-
-Over 350 lines: the way of a question to its answer, its scores and what is told of them.
-"""
+"""Evaluation of a model folder on data files or a benchmark: losses, and the scores of answers."""
 
 import json
 import os

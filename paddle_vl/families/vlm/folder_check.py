@@ -17,7 +17,7 @@ from paddle_vl.checkpoint.reading import ReadableTensor, checkpoint_tensors
 from paddle_vl.checkpoint.safetensors_io import FLOATING
 from paddle_vl.families.vlm.adapter import with_head
 from paddle_vl.families.vlm.config import HEAD_KEY
-from paddle_vl.families.vlm.engines import ENGINES, Engine, Finding
+from paddle_vl.families.vlm.engines import ENGINES, EngineRules, Finding
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
 from paddle_vl.families.vlm.inputs.preprocessor_files import NESTED_CONFIG_FILE
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
@@ -50,7 +50,7 @@ def check_folder(model_class: Any, folder: Path, base: Path, engine: str) -> tup
     return not faults, [*(f"{kind.value}: {text}" for kind, text in found), told]
 
 
-def _found(model_class: Any, folder: Path, base: Path, engine: Engine) -> Found:
+def _found(model_class: Any, folder: Path, base: Path, engine: EngineRules) -> Found:
     values = read_json_object(base / "config.json", "a model's configuration")
     if (model_type := str(values.get("model_type"))) not in engine.models:
         yield Finding.REFUSED, f"it serves {', '.join(engine.models)}, not {model_type}"
@@ -94,7 +94,7 @@ def _refusal(check: Callable[..., object], *things: Any) -> Found:
         yield Finding.REFUSED, str(error)
 
 
-def _adapters(adapter: StoredAdapter, engine: Engine, model_type: str) -> Found:
+def _adapters(adapter: StoredAdapter, engine: EngineRules, model_type: str) -> Found:
     settings, sizes = adapter.config, set(adapter.sizes.values())
     has = {
         "DoRA": settings.use_dora,
@@ -114,7 +114,7 @@ def _adapters(adapter: StoredAdapter, engine: Engine, model_type: str) -> Found:
         yield Finding.NOTE, "adapters of the tower need --enable-tower-connector-lora"
 
 
-def _settings(values: Mapping[str, Any], engine: Engine, model_type: str) -> Found:
+def _settings(values: Mapping[str, Any], engine: EngineRules, model_type: str) -> Found:
     for *having, keys in (entry.split() for entry in engine.settings):
         is_read = all(fnmatchcase(model_type, pattern) for pattern in having)
         names = keys.split("|")[: 1 if engine.reads_older_keys else None]
@@ -132,7 +132,7 @@ def _settings(values: Mapping[str, Any], engine: Engine, model_type: str) -> Fou
             yield Finding.REFUSED, f"{told}: torch_dtype alone is the sign of HF's layout"
 
 
-def _files(folder: Path, engine: Engine) -> Found:
+def _files(folder: Path, engine: EngineRules) -> Found:
     for names in engine.files:
         if not any((folder / name).is_file() for name in names.split("|")):
             yield Finding.MISSING, names.replace("|", " or ")
@@ -181,7 +181,10 @@ def _value(values: Any, key: str) -> Any:
 
 
 def _tensors(
-    wanted: Mapping[str, Any], stored: Mapping[str, ReadableTensor], engine: Engine, model_type: str
+    wanted: Mapping[str, Any],
+    stored: Mapping[str, ReadableTensor],
+    engine: EngineRules,
+    model_type: str,
 ) -> Found:
     named = defaultdict[tuple[Finding, str], list[str]](list)
     for name in sorted(wanted.keys() | stored.keys()):

@@ -159,7 +159,7 @@ class _CachedDecoder:
         model, length = self._model, self._prompt_BL.shape[1]
         visual = model.encode_visual(Patches.of(**cast(Any, self._visual)))
         mask_BL = self._mask_BS if self._has_padding else None
-        prompts = Prompts(model, self._prompt_BL, self._position_ids, visual, mask_BL)
+        prompts = EmbeddedPrompts(model, self._prompt_BL, self._position_ids, visual, mask_BL)
         chunk = self._chunk or length
         for begin in range(0, length, chunk):
             hidden_BLD = prompts.run(begin, min(begin + chunk, length), self._caches)
@@ -186,7 +186,7 @@ class _CachedDecoder:
         return step_logits(self._model, paddle.to_tensor(token_B1), inputs, self._caches)
 
 
-class Prompts:
+class EmbeddedPrompts:
     """Embedded prompts, whose columns run through the decoder in parts, one after the other.
 
     Visual rows and deepstack levels go with their tokens. Layers see the rows of one part and the

@@ -11,8 +11,7 @@ Tensor parallelism of a colocated encoder divides the linears that a layer names
 (output features, in so many equal blocks) and `row_linears` (input features).
 
 Source: Qwen3VLVisionModel, Qwen3VLVisionPatchMerger, Qwen3VLModel and Qwen3VLTextModel of HF
-transformers; inputs and outputs of the embedding as PaddleFleet's GPTEmbedding. Over 350 lines, to
-have what a batch passes between its arrays and the decoder's layers in one file.
+transformers; inputs and outputs of the embedding as PaddleFleet's GPTEmbedding.
 """
 
 from abc import ABC, abstractmethod

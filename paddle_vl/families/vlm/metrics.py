@@ -2,7 +2,7 @@
 
 A metric gives named numbers for a sample: from its answer, one or several references, and the row.
 Of a set of samples the score is the mean of each number; of BLEU and chrF, and of a function over
-lists, it is what the whole set gives. Over 350 lines: all metrics, with the tables that name them.
+lists, it is what the whole set gives.
 """
 
 import inspect

@@ -29,7 +29,7 @@ _NOT_FOR_MODEL = ("numbers", "labels")
 
 
 @dataclass
-class Prompts:
+class QuestionPrompts:
     """A `paddle_vl.data.samples.SampleSource` of prompts."""
 
     questions: Sequence[Question]
@@ -79,7 +79,12 @@ class PromptCollator:
 
 
 class VLQuestions:
-    """A `paddle_vl.families.base.Questions`.
+    """Prompts whose answers an evaluation generates and scores, see `paddle_vl.train.answers`.
+
+    Attributes:
+        names: of the scores.
+        ends: tokens that end an answer.
+        max_new_tokens: longest answer.
 
     Args:
         model: that answers.
@@ -118,18 +123,21 @@ class VLQuestions:
         self._scorer = Scorer(settings.metrics)
         # Of every reference, so that no metric fails in the middle of the run.
         self.names = self._scorer.check(self.questions)
-        self._prompts = Prompts(self.questions, data.on_bad_sample)
+        self._prompts = QuestionPrompts(self.questions, data.on_bad_sample)
 
     def __len__(self) -> int:
         return len(self.questions)
 
     def loader(self, ranks: RankInfo, batch_size: int) -> PrefetchLoader:
+        """This rank's batches of prompts, with the `numbers` of the prompts of the first rows."""
         return self._make_loader(self._prompts, self._collator, ranks, batch_size)
 
     def idle_batch(self) -> dict[str, Any]:
+        """A batch without numbers, for a rank that has no prompt left."""
         return self._collator([self._collator.filler])
 
     def begun(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The batch as the model takes it, with caches; its output has `choices` `[B]`."""
         ids_BL = batch["input_ids"]
         rows, length = ids_BL.shape
         kept = {name: value for name, value in batch.items() if name not in _NOT_FOR_MODEL}
@@ -137,6 +145,7 @@ class VLQuestions:
         return {**kept, **_asked(np.arange(1, rows + 1) * length - 1), "caches": caches}
 
     def continued(self, batch: Mapping[str, Any], tokens: np.ndarray) -> dict[str, Any]:
+        """What follows such a batch after one more token of each prompt."""
         mask_BS = batch["attention_mask"]
         # Rows that nobody asks are last.
         ids_B1 = np.full([len(mask_BS), 1], self.processor.pad_token_id, np.int64)
@@ -159,6 +168,7 @@ class VLQuestions:
     def scored(
         self, answers: Mapping[int, Sequence[int]]
     ) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """The scores by name, and a line of predictions.jsonl for each answer; ids by prompt."""
         texts = {number: self.processor.decode(ids) for number, ids in sorted(answers.items())}
         found = [answer_to(self.questions[number], text) for number, text in texts.items()]
         scores, answered = self._scorer.overall(found)

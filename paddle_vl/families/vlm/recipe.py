@@ -1,7 +1,4 @@
-"""A run of a vision-language family: see `paddle_vl.families.base.Family`.
-
-Over 350 lines: the answers to all that trainer and commands ask.
-"""
+"""A run of a vision-language family: see `paddle_vl.families.base.Family`."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime

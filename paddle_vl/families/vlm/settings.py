@@ -1,7 +1,4 @@
-"""Settings of a run of a vision-language family, beyond those of every run. Read without Paddle.
-
-Over 350 lines: fields with their descriptions, and the rules between them.
-"""
+"""Settings of a run of a vision-language family, beyond those of every run. Read without Paddle."""
 
 from collections.abc import Iterator
 from datetime import date

@@ -3,7 +3,7 @@
 A block is multiplied only with keys that some of its rows see, and a mask has the size of one
 block's scores for one head, so time and memory grow with the visible scores only. A block runs over
 chunks of heads whose scores stay in the processor's caches; the backward pass computes their
-probabilities again. Over 350 lines, to keep the blocks of every kind of mask beside their use.
+probabilities again.
 
 Shapes: B batch, L queries and S keys of a batch entry, N query heads, K key heads, H head width; Z
 any product of batch and key heads, R query rows of one Z: G query heads share a key head and are

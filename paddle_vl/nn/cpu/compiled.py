@@ -1,7 +1,7 @@
 """Operations on the CPU by compiled kernels (`kernels.c`), where a C compiler is found.
 
 `enable` compiles and loads them and compares each with the plain operation. They take contiguous
-float32 tensors. Over 350 lines, since it is one table of calls.
+float32 tensors.
 
 Shapes: as in `paddle_vl.nn.attention`; N rows, C channels.
 """

@@ -7,7 +7,6 @@ which inputs go to which function. For the CPU only: a GPU may multiply in TF32,
 the terms of a sum.
 
 Shapes: N rows, C channels; B batch, L new tokens, S capacity of a cache, K key heads, H head width.
-Over 350 lines, as every batch passes all of it.
 """
 
 import math

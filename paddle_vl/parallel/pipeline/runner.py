@@ -10,8 +10,6 @@ initialization and files.
 Every stage has the batches of a step, so it knows the shape of each message and none is sent.
 Fleet's schedules need messages of one shape: rows are padded to the largest batch of the step, or
 to the reserved size. With `pp_shapes: dynamic` fleet sends each shape instead.
-
-Just over 350 lines: fleet's engine and its only user.
 """
 
 from collections.abc import Callable, Iterable, Sequence

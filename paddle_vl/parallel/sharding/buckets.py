@@ -6,8 +6,6 @@ parameters, and communicates nothing.
 
 Shapes: S ranks of a sharding group; n elements of a parameter per rank; N of a bucket and group per
 rank, the sum of n.
-
-Just over 350 lines: a bucket and its reductions.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence

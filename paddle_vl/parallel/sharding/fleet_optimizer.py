@@ -18,8 +18,6 @@ Differences from fleet:
   gradients, and all-gathers the next buffer when a layer needs it. Ranks whose micro-batches have
   different optional branches would do so in different orders, and a buffer with a missing gradient
   would never be reduced.
-
-Just over 350 lines: the optimizer, and the order of its collectives.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence

@@ -35,7 +35,7 @@ Keys of a line, since the previous line or start unless it says "whole run":
         `eval_METRIC` of the generated answers, `eval_answer_tokens`, the time they took
         (`eval_answer_seconds`) and the memory of the worst rank (`eval_answer_memory_gb`).
 
-Shapes: S sources of a mix. Over 350 lines, for all metrics of a step.
+Shapes: S sources of a mix.
 """
 
 import logging
@@ -51,7 +51,7 @@ from paddle import Tensor
 from pydantic import Field
 
 from paddle_vl.families.base import MeanLosses, Measure
-from paddle_vl.files.checked_values import Count, Listed, Number, checked, read_section
+from paddle_vl.files.stored_settings import Count, Listed, Number, checked, read_section
 from paddle_vl.files.text_file import shown
 from paddle_vl.nn.objective import Loss, weighted_loss
 from paddle_vl.train.checkpoint import complete_checkpoints

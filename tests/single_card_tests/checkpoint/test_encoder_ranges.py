@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from paddle_vl.checkpoint import ranges
-from paddle_vl.checkpoint.ranges import Source
+from paddle_vl.checkpoint.ranges import ShardedValue
 from paddle_vl.checkpoint.rules import LinearWeights, Same
 from paddle_vl.checkpoint.safetensors_io import TensorToWrite
 from paddle_vl.checkpoint.writing import write_tensors
@@ -68,7 +68,7 @@ def of_stage(stage: int, table: ParameterTable, store: Any) -> list[TensorToWrit
                 "F32",
                 arrange=layout.to_stored,
                 is_joined=spec.is_encoder and stage > 0,
-                source=Source(table, parameter, store if spec.is_encoder else None),
+                source=ShardedValue(table, parameter, store if spec.is_encoder else None),
                 keeps_rows=layout.row_axis == 0,
             )
         )

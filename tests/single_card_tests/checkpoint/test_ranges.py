@@ -16,7 +16,7 @@ import paddle
 import pytest
 
 from paddle_vl.checkpoint import ranges
-from paddle_vl.checkpoint.ranges import Source
+from paddle_vl.checkpoint.ranges import ShardedValue
 from paddle_vl.checkpoint.rules import LinearWeights, Same
 from paddle_vl.checkpoint.safetensors_io import (
     FileWriter,
@@ -173,7 +173,7 @@ def tensors_of(seat: Seat, grid: Grid, spreads: bool, as_states: bool) -> list[T
     found = []
     for name, full, parameter, layout, linears, shards in held_by(seat, grid, table):
         layout = Same() if as_states else layout
-        source = Source(table, parameter, Store(*shards, spreads))
+        source = ShardedValue(table, parameter, Store(*shards, spreads))
         for block, linear in enumerate(linears or (None,)):
             width = full.shape if linear is None else (full.shape[0], linear.width)
             found.append(

@@ -50,7 +50,7 @@ def test_option_of_another_trainer_is_explained(arguments, told, capsys):
      ("export", ["--output", "o"]), ("merge", ["--output", "o"])],
 )  # fmt: skip
 def test_a_model_folder_has_one_name_in_all_commands(command, rest, capsys):
-    for given in (["--model", "m"], ["--checkpoint", "m"], ["m"]):
+    for given in (["--model", "m"], ["m"]):
         for arguments in ([*given, *rest], [*rest, "--base", "b", *given]):
             assert main([command, *arguments]) == 1
             assert capsys.readouterr().err.startswith("error: m is neither a model folder")

@@ -18,7 +18,7 @@ from paddle_vl.config.schema import RunConfig
 from paddle_vl.config.section import setting_descriptions
 from paddle_vl.families.vlm.settings import VLRun
 from paddle_vl.parallel import fleet_strategy
-from paddle_vl.parallel.degrees import Plan, plan_problems
+from paddle_vl.parallel.degrees import TopologyPlan, plan_problems
 from paddle_vl.train.layout import parallel_degrees
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -247,5 +247,7 @@ def test_every_example_loads_and_its_ranks_add_up(path):
     launched = {"digits_4_processes": 4, "eight_gpus": 8, "one_node_8_gpus": 8, "two_nodes": 16}
     launched |= {"mixture_64_gpus": 64}
     multiple = config.data.pad_to_multiple_of if isinstance(config, VLRun) else None
-    plan = Plan(parallel_degrees(config), launched.get(path.stem, 1), pad_to_multiple_of=multiple)
+    plan = TopologyPlan(
+        parallel_degrees(config), launched.get(path.stem, 1), pad_to_multiple_of=multiple
+    )
     assert plan_problems(plan) == []

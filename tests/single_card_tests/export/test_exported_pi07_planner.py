@@ -45,7 +45,7 @@ def made():
 def folder(made, tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("planner")
     made.save_pretrained(root / "checkpoint")
-    arguments = ["--checkpoint", str(root / "checkpoint"), "--output", str(root / "export")]
+    arguments = ["--model", str(root / "checkpoint"), "--output", str(root / "export")]
     assert main(["export", *arguments, *(["--onnx"] if HAS_ONNX else [])]) == 0
     return root / "export"
 
@@ -146,6 +146,6 @@ def test_the_manifest_names_the_checkpoint(folder):
 
 def test_base_models_of_adapters_are_refused(folder, tmp_path, capsys):
     checkpoint = folder.parent / "checkpoint"
-    arguments = ["--checkpoint", str(checkpoint), "--output", str(tmp_path / "out")]
+    arguments = ["--model", str(checkpoint), "--output", str(tmp_path / "out")]
     assert main(["export", *arguments, "--base", str(checkpoint)]) != 0
     assert "is a full policy, not an adapter" in capsys.readouterr().err

@@ -3,7 +3,7 @@
 Guarantees: equal tokens at shapes that the export has not seen, with images, videos, both, text
 alone, left padding, sampling and buffers that grow; a process without the model's code gives the
 same; damaged, forged or mismatched folders are refused by name; a program has no control flow.
-Over 350 lines, as all tests share one export.
+All tests share one export.
 """
 
 import importlib.util
@@ -207,7 +207,6 @@ FORGED = {
     "its files have no": {"files": {}},
     "outside the folder": {"files": {"../decoder.pdiparams": {"size": 1, "xxh3_128": ""}}},
     "its files have no '../other.pdiparams'": {"programs.tower.weights": "../other.pdiparams"},
-    "tolerance is 1e": {"tolerance": 1e30},
     r"decode: inputs: input_ids\[1\] is 'text'; it must be 'float32', ": {
         "programs.decode.inputs.input_ids": [[-1], "text"]
     },
@@ -218,7 +217,6 @@ FORGED = {
     "merge is 0": {"sizes.merge": 0},
     "'other' is unknown, with the value 1": {"sizes.other": 1},
     "a version of a runtime is missing": {"versions": {}},
-    "the programs of 2 tensor-parallel ranks, which this version does not run": {"mp_degree": 2},
     r"tokenizer\.json is not among the files": {"files.tokenizer.json": None},
 }
 
@@ -264,7 +262,7 @@ def test_folders_that_are_no_export_are_refused(tmp_path, folder):
     other = copied(folder, tmp_path / "other")
     values = json.loads((other / MANIFEST_FILE).read_text()) | {"format": 99}
     (other / MANIFEST_FILE).write_text(json.dumps(values))
-    with pytest.raises(ValueError, match="not of format 1"):
+    with pytest.raises(ValueError, match="not of format 2"):
         load(other)
 
 
@@ -319,7 +317,6 @@ def test_an_output_folder_that_is_not_empty_is_refused(model, tmp_path):
 def test_the_manifest_says_what_is_in_the_folder(folder):
     manifest = json.loads((folder / MANIFEST_FILE).read_text())
     assert manifest["model_type"] == "qwen3_vl"
-    assert manifest["dtype"] == "float32"
     assert manifest["versions"]["paddle_vl"] == paddle_vl.__version__
     assert manifest["programs"]["prefill"]["inputs"]["input_ids"] == [[-1, -1], "int64"]
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}

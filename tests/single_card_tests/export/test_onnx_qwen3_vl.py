@@ -74,7 +74,7 @@ def program_of(layer: nn.Layer, width: int) -> ProgramToExport:
         return layer(given["x"])
 
     specs, example = [spec("x", [None, width], "float32")], np.zeros((1, width), np.float32)
-    return ProgramToExport(layer, run, lambda _: specs, "w", {"x": example})
+    return ProgramToExport(layer, run, specs, "w", {"x": example})
 
 
 @needs_onnx

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field
 
-from paddle_vl.files.checked_values import (
+from paddle_vl.files.stored_settings import (
     Count,
     Listed,
     Number,

@@ -14,7 +14,7 @@ tests/support/paddlefleet_standin, on Paddle's own `PipelineLayer` and specs:
 - wrong input is refused; nothing is imported or changed before it is asked for.
 
 Where PaddleFleet itself can be imported, which needs a GPU, the tests run on it as well, except
-those that use a mock group or look into a stand-in. Over 350 lines, for one set of stand-ins.
+those that use a mock group or look into a stand-in.
 """
 
 import importlib

@@ -17,7 +17,7 @@ from paddle_vl.config.families import EncoderShape
 from paddle_vl.config.parallel_settings import EncoderConfig
 from paddle_vl.parallel import random_state
 from paddle_vl.parallel.colocated.grid import ColocatedGrid, Place
-from paddle_vl.parallel.degrees import ParallelDegrees, Plan, plan_problems
+from paddle_vl.parallel.degrees import ParallelDegrees, TopologyPlan, plan_problems
 
 SHAPE = EncoderShape({"vision_config.num_heads": 48})
 
@@ -25,7 +25,7 @@ SHAPE = EncoderShape({"vision_config.num_heads": 48})
 def problems(encoder: dict, num_processes: int | None = None, **degrees) -> list[str]:
     settings = {"pp_degree": 2, "num_micro_batches": 2, "schedule": "colocated"} | degrees
     chosen = ParallelDegrees(encoder=EncoderConfig(**encoder), **settings)
-    return plan_problems(Plan(chosen, num_processes or chosen.num_processes, encoder=SHAPE))
+    return plan_problems(TopologyPlan(chosen, num_processes or chosen.num_processes, encoder=SHAPE))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ problems are reported together; valid degrees pass; numbers below 1 are refused 
 import pytest
 
 from paddle_vl.config.families import ModelShape
-from paddle_vl.parallel.degrees import ParallelDegrees, Plan, plan_problems
+from paddle_vl.parallel.degrees import ParallelDegrees, TopologyPlan, plan_problems
 
 SHAPE = {
     "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 64, "intermediate_size": 24,
@@ -19,7 +19,7 @@ def problems(shape: dict | None = None, pad_to_multiple_of: int = 8, **degrees) 
     """Problems of a run whose world size is the product of its degrees."""
     chosen = ParallelDegrees(**degrees)
     model = ModelShape(**SHAPE | (shape or {}))
-    return plan_problems(Plan(chosen, chosen.num_processes, model, pad_to_multiple_of))
+    return plan_problems(TopologyPlan(chosen, chosen.num_processes, model, pad_to_multiple_of))
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_a_rule_refuses_with_its_arithmetic(degrees, shape, message):
 @pytest.mark.parametrize(("num_processes", "found"), [(1, "1 rank:"), (8, "8 ranks:")])
 def test_degrees_must_multiply_to_the_world_size(num_processes, found):
     degrees = ParallelDegrees(dp_degree=2, mp_degree=3)
-    assert plan_problems(Plan(degrees, num_processes)) == [
+    assert plan_problems(TopologyPlan(degrees, num_processes)) == [
         "parallel: dp_degree 2 x mp_degree 3 x pp_degree 1 x sharding_degree 1 = 6, but the run "
         f"has {found} the product must equal it"
     ]
@@ -266,7 +266,7 @@ def test_all_problems_are_found_at_once():
     degrees = ParallelDegrees(
         mp_degree=5, sequence_parallel=True, sharding_stage=3, pp_degree=2, num_virtual_stages=9
     )
-    found = plan_problems(Plan(degrees, 4, ModelShape(**SHAPE), pad_to_multiple_of=1))
+    found = plan_problems(TopologyPlan(degrees, 4, ModelShape(**SHAPE), pad_to_multiple_of=1))
     subjects = [
         "sharding_degree is 1", "num_virtual_stages is 9", "5 x pp_degree 2", "sharding_stage 3",
         "gradient_accumulation_steps 1", "num_hidden_layers is 16",

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from paddle_vl.profile.cells import Cell, Choice
+from paddle_vl.profile.cells import Cell, MatrixChoice
 from paddle_vl.profile.memory import GB
 from paddle_vl.profile.summary import RankMeasure
 from paddle_vl.train.phases import Phase
@@ -49,5 +49,5 @@ def cell(
             "phase_medians_s": {"total": step},
             "per_rank_cpu_time_s": [step, 2 * step],
         })  # fmt: skip
-    choice = Choice(sharding, recompute, cameras)
+    choice = MatrixChoice(sharding, recompute, cameras)
     return Cell(choice, batch_size, status, "", settings or {}, tuple(runs))

@@ -17,7 +17,7 @@ from paddle_vl.config.load import load_run_config
 from paddle_vl.processes import Limits
 from paddle_vl.profile import matrix
 from paddle_vl.profile.cell_runs import Outcome
-from paddle_vl.profile.cells import Cell, Choice, Growth
+from paddle_vl.profile.cells import Cell, Growth, MatrixChoice
 from paddle_vl.profile.matrix import MatrixSettings, all_choices, run_matrix
 from paddle_vl.profile.matrix_report import write_report
 from paddle_vl.profile.workload import Workload
@@ -37,7 +37,7 @@ def settings(tmp_path):
 
 
 def one_cell(settings: MatrixSettings) -> MatrixSettings:
-    return replace(settings, choices=[Choice("dp", "none", 1)], growth=Growth(sizes=[1]))
+    return replace(settings, choices=[MatrixChoice("dp", "none", 1)], growth=Growth(sizes=[1]))
 
 
 def test_every_choice_is_walked_to_what_fits(run_file, settings):
@@ -138,15 +138,17 @@ def test_a_cell_that_ends_well_without_a_profile_has_failed(run_file, settings):
 @pytest.mark.parametrize(
     ("choice", "processes", "message"),
     [
-        (Choice("stage2", "none"), 1, "sharding choice dp with 1 process"),
-        (Choice("none", "none"), 2, "sharding choice none with 2 process"),
-        (Choice("dp", "some"), 2, "train.recompute"),
+        (MatrixChoice("stage2", "none"), 1, "sharding choice dp with 1 process"),
+        (MatrixChoice("none", "none"), 2, "sharding choice none with 2 process"),
+        (MatrixChoice("dp", "some"), 2, "train.recompute"),
     ],
 )
 def test_choices_that_do_not_fit_are_refused_before_any_cell(
     run_file, settings, choice, processes, message
 ):
-    refused = replace(settings, choices=[Choice("dp", "none"), choice], num_processes=processes)
+    refused = replace(
+        settings, choices=[MatrixChoice("dp", "none"), choice], num_processes=processes
+    )
     run = Pretended()
     with pytest.raises(ValueError, match=message):
         run_matrix(run_file, [], refused, run)
@@ -167,13 +169,13 @@ def test_a_gpus_memory_is_not_watched_from_outside(settings, monkeypatch):
 
 def test_mp_processes_share_samples(run_file):
     config = load_run_config(run_file, ["parallel.mp_degree=2"])
-    given = Choice("stage3", "full", 2).overrides(config, 4, 8)
+    given = MatrixChoice("stage3", "full", 2).overrides(config, 4, 8)
     assert given == [
         "parallel.dp_degree=1", "parallel.sharding_degree=2", "train.recompute=full",
         "train.per_device_train_batch_size=8", "parallel.sharding_stage=3",
     ]  # fmt: skip
     with pytest.raises(ValueError, match="3 processes do not divide"):
-        Choice("dp", "none").overrides(config, 3, 8)
+        MatrixChoice("dp", "none").overrides(config, 3, 8)
 
 
 def test_the_command_of_a_cell_says_all_that_concerns_it(run_file, settings):
@@ -184,7 +186,7 @@ def test_the_command_of_a_cell_says_all_that_concerns_it(run_file, settings):
         return Outcome("failed", "")
 
     workload = Workload(True, image_side=64, answer_tokens=7)
-    choices = [Choice("stage3", "full", 2)]
+    choices = [MatrixChoice("stage3", "full", 2)]
     run_matrix(
         run_file,
         ["train.seed=3"],

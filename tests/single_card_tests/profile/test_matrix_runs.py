@@ -3,7 +3,7 @@
 Guarantees: every cell runs as often as asked for, unless its results are known; its median and its
 range are shown, and a comparison says when ranges overlap; a run that does not fit decides for
 its cell; a policy's attention is a choice like the others; bars have the numbers, do not overlap,
-and what does not fit is marked; cells written before are read.
+and what does not fit is marked.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from paddle_vl.profile.cell_runs import Outcome
-from paddle_vl.profile.cells import RESULT_FILE, Cell, Choice, Growth
+from paddle_vl.profile.cells import RESULT_FILE, Cell, Growth, MatrixChoice
 from paddle_vl.profile.matrix import MatrixSettings, all_choices, run_matrix
 from paddle_vl.profile.matrix_report import matrix_figure, series_and_column, write_report
 from tests.single_card_tests.profile.measures import cell
@@ -129,7 +129,7 @@ def test_a_setting_that_differs_gives_the_colours_and_the_others_the_columns():
         for attention in ("eager", "sdpa")
         for recompute in ("none", "full")
     }
-    assert [*series_and_column([Choice("dp", "full")]).values()] == [("dp", "")]
+    assert [*series_and_column([MatrixChoice("dp", "full")]).values()] == [("dp", "")]
 
 
 def test_bars_have_the_numbers_and_what_does_not_fit_is_marked():
@@ -162,13 +162,3 @@ def test_the_legend_has_room(shardings, cameras):
     assert room.x0 <= box.x0
     assert box.x1 <= room.x1
     assert len(legend.get_texts()) == max(2, len(shardings))
-
-
-def test_a_cell_of_before_attention_was_a_choice_is_read(tmp_path):
-    written = cell("stage2", 4, 20.0)
-    written.write(tmp_path)
-    values = json.loads((tmp_path / "cell.json").read_text())
-    del values["choice"]["attention"], values["runs"]
-    values["limit_seconds"] = 600.0
-    (tmp_path / "cell.json").write_text(json.dumps(values))
-    assert Cell.read(tmp_path) == written

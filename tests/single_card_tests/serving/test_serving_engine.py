@@ -4,8 +4,7 @@ Guarantees: an answer is that of the request alone, greedy or drawn, whatever jo
 beside it, bit for bit where steps have one shape; all memory comes back, also from cancelled and
 failed requests; bounds hold: tokens of prompts in a step, tokens that wait, blocks, encoded images;
 requests begin in their order; each row has its own adapter, equal to a merged model; a request that
-fails fails alone; a step reads the chosen ids and nothing else. Over 350 lines, as all ask one
-small model.
+fails fails alone; a step reads the chosen ids and nothing else.
 """
 
 import asyncio

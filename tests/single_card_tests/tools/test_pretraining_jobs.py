@@ -19,7 +19,7 @@ from paddle_vl import Qwen3VLConfig
 from paddle_vl.config.load import load_run_config
 from paddle_vl.families.vlm.recipe import model_shape
 from paddle_vl.families.vlm.settings import VLRun
-from paddle_vl.parallel.degrees import Plan, plan_problems
+from paddle_vl.parallel.degrees import TopologyPlan, plan_problems
 from paddle_vl.train.layout import parallel_degrees
 
 ROOT = Path(__file__).parents[3]
@@ -67,7 +67,7 @@ class Job(NamedTuple):
         assert found, self.line
         shape = model_shape(Qwen3VLConfig.named(f"qwen3-vl-{found[1]}"))
         degrees, multiple = parallel_degrees(self.config), self.config.data.pad_to_multiple_of
-        return plan_problems(Plan(degrees, self.gpus, shape, multiple))
+        return plan_problems(TopologyPlan(degrees, self.gpus, shape, multiple))
 
 
 @pytest.fixture(scope="module")

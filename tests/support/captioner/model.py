@@ -23,7 +23,7 @@ from paddle_vl.families.vlm.config import (
 )
 from paddle_vl.families.vlm.layers import VLLanguageModel
 from paddle_vl.families.vlm.model import VLForConditionalGeneration
-from paddle_vl.files.checked_values import Listed, checked, read_section
+from paddle_vl.files.stored_settings import Listed, checked, read_section
 from paddle_vl.nn.attention import RotaryTables, apply_rotary, causal_attention
 from paddle_vl.nn.linear import Columns
 from paddle_vl.nn.operations import RMSNorm, swiglu

@@ -11,8 +11,6 @@ the current one, `n_obs_steps` in all. A line may reach less far back (at the st
 or have fewer actions than a chunk (at its end); of more actions the first are used. A line may lack
 up to `empty_cameras` cameras. An entry of one frame may omit the outer list. A missing or null
 entry is absent. The file determines the group of data, so a line has no `dataset_index`.
-
-Over 350 lines, since the form of a line and its checks are those of the data set.
 """
 
 import logging

@@ -8,8 +8,6 @@ Source: OpenTau's datasets, with their optional columns (`response`, `memory`, `
 of episodes (`quality`, `segments`, `success`) and speed percentiles; and the language columns of
 LeRobot 0.6. Differs: past frames from before the episode are zeros, as everywhere here; `mistake`
 does not follow from the mean in an episode's statistics of `success`.
-
-Over 350 lines: what a moment has, and where each part of it is found.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -29,7 +29,7 @@ fields of a source, so every rank and every batch has the same entries.
 A draw is a function of seed, epoch and sample number, independent of batch, rank and worker. Every
 purpose has its own stream, so a setting of one does not change the draws of another.
 
-Over 350 lines, since what a sample is and what may be dropped from it must agree.
+What a sample is and what may be dropped from it must agree.
 
 Source: the drops of OpenTau's dataset mixture. Its `subgoal_end_of_segment_prob`, which chooses the
 goal frame in an episode, is left to the source of the demonstrations.

@@ -14,9 +14,9 @@ from paddle_vl.batch.schema import VLBatch
 from paddle_vl.config.data_sources import SourceConfig, as_sources
 from paddle_vl.data.corpus.cache import Cache
 from paddle_vl.data.corpus.document import Sample
-from paddle_vl.data.corpus.lanes import Piece, RowMaker, mix_of
 from paddle_vl.data.corpus.loader import CorpusLoader
 from paddle_vl.data.corpus.opener import ShardOpener
+from paddle_vl.data.corpus.packed_rows import Piece, RowMaker, mix_of
 from paddle_vl.data.corpus.sources import Source, open_sources
 from paddle_vl.data.corpus.tokenize import check_same_tokenizer
 from paddle_vl.data.jsonl import BadSampleError

@@ -19,7 +19,7 @@ from PIL import Image
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import ImageSource, image_size, load_rgb
 from paddle_vl.families.vlm.inputs.preprocessor_files import VisionProcessor
-from paddle_vl.files.checked_values import checked
+from paddle_vl.files.stored_settings import checked
 
 
 @checked

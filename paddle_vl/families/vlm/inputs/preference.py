@@ -4,8 +4,6 @@ A pair is a chosen and a rejected answer, mostly to one prompt, whose images are
 sample of a pair has arrays under `chosen.` and `rejected.`; one of a rated answer is a sample of
 `SampleEncoder` with `is_chosen`.
 
-Over 350 lines, to keep samples of answers and what collates them together.
-
 Shapes: S answers, in pairs chosen before rejected; B, L as in `paddle_vl.batch.schema`.
 """
 

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 from pydantic import Field
 
-from paddle_vl.files.checked_values import Listed, Number, check_mapping, checked
+from paddle_vl.files.stored_settings import Listed, Number, check_mapping, checked
 from paddle_vl.files.text_file import read_json_object, shown, write_text
 
 V = TypeVar("V", bound="VisionProcessor")

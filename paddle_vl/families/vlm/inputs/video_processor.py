@@ -33,7 +33,7 @@ from paddle_vl.families.vlm.inputs.image_processor import (
     smart_resize,
 )
 from paddle_vl.families.vlm.inputs.preprocessor_files import VisionProcessor
-from paddle_vl.files.checked_values import Number, checked
+from paddle_vl.files.stored_settings import Number, checked
 
 # Limits of the published checkpoints, for a new processor.
 _MIN_PIXELS, _MAX_PIXELS = 4096, 25165824

@@ -12,8 +12,8 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from paddle_vl.data.corpus.lanes import Mix, RowMaker
 from paddle_vl.data.corpus.loader import CorpusLoader, merged_states
+from paddle_vl.data.corpus.packed_rows import Mix, RowMaker
 from paddle_vl.data.packing import RowBudget
 from tests.single_card_tests.data.corpus.made_documents import MadeSource, collate
 

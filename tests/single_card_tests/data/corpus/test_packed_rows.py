@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from paddle_vl.config.data_sources import SourceConfig
-from paddle_vl.data.corpus.lanes import LaneState, Mix, RowMaker, mix_of
 from paddle_vl.data.corpus.order import DocumentOrder
+from paddle_vl.data.corpus.packed_rows import LaneState, Mix, RowMaker, mix_of
 from paddle_vl.data.corpus.sources import Source
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.packing import RowBudget
@@ -149,7 +149,7 @@ def test_shares_of_documents_follow_their_numbers():
 def test_a_mix_has_weights_or_a_temperature(
     weights, temperature, shares, counts_tokens, monkeypatch
 ):
-    monkeypatch.setattr("paddle_vl.data.corpus.lanes._MEASURED", 0)
+    monkeypatch.setattr("paddle_vl.data.corpus.packed_rows._MEASURED", 0)
     configs = [SourceConfig(path="a", format="text", weight=weight) for weight in weights]
     sources = [
         Source("a", (), DocumentOrder((count,), None, 0), None)  # type: ignore[arg-type]

@@ -17,8 +17,6 @@ Demonstrations that lack cameras.
 Guarantees: a line may lack up to `empty_cameras` cameras, which become black and masked, and more
 are refused with both numbers; all samples have the same entries, whichever cameras they have; a
 sample written again lacks the same.
-
-Over 350 lines: every part of a line.
 """
 
 import logging

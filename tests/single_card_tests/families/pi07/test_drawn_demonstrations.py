@@ -15,8 +15,6 @@ Synthetic demonstrations and their batches.
 Guarantees: samples follow from seed and number; all optional fields vary; actions need both state
 and colour, neither alone predicts them; both ends of an episode are padded; batches have the fields
 of their samples; a policy takes the batches.
-
-Over 350 lines: samples, what is dropped from them and what is drawn for them.
 """
 
 import itertools

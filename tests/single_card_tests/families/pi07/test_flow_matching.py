@@ -10,8 +10,6 @@ The rows of the prefix behind the last layer.
 
 Guarantees: in training the last layer's attention output and MLP run for the rows that the token
 loss reads and no others; losses and every gradient are those of all rows.
-
-Over 350 lines: one model of the golden case serves all tests.
 """
 
 import numpy as np

@@ -25,7 +25,7 @@ from paddle_vl.families.pi07.prefix import Presence, presence_of
 from paddle_vl.families.pi07.recipe import encoder_shape, model_shape
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
 from paddle_vl.parallel.colocated.runner import Leaves
-from paddle_vl.parallel.degrees import ParallelDegrees, Plan, plan_problems
+from paddle_vl.parallel.degrees import ParallelDegrees, TopologyPlan, plan_problems
 from paddle_vl.testing import record_device_copies
 from tests.single_card_tests.families.pi07 import test_planner as planner
 from tests.single_card_tests.families.pi07.test_pi07_stage import gradients_of, ranges
@@ -231,7 +231,7 @@ def test_sizes_of_the_tower_that_its_ranks_divide():
     degrees = ParallelDegrees(
         pp_degree=3, schedule="colocated", encoder={"mp_degree": 3}, num_micro_batches=3
     )
-    plan = Plan(degrees, 3, model_shape(config), None, encoder_shape(config))
+    plan = TopologyPlan(degrees, 3, model_shape(config), None, encoder_shape(config))
     wanted = f"vision_config.num_attention_heads {heads} does not divide by parallel.encoder.mp"
     assert any(wanted in problem for problem in plan_problems(plan))
 

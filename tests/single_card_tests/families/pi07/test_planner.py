@@ -11,8 +11,6 @@ The planner with texts in and texts out, and its files.
 Guarantees: the prompt has task, memory and the state's bins; targets end with EOS; decoded texts
 have no special tokens; a saved planner is the same planner; OpenTau's files are read; missing or
 unfitting inputs are refused by name.
-
-Over 350 lines: the model and what is around it, on one golden case.
 """
 
 import json

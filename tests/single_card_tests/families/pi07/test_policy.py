@@ -3,15 +3,9 @@
 Guarantees: raw batches give the golden losses and actions; chunks of a delayed policy begin with
 the actions that are still executing; a saved policy is the same policy, with OpenTau's names; older
 and tied names are read; an unfitting checkpoint is refused with all its errors; statistics come
-from one place, which is named.
-
-Over 350 lines: one golden policy and the folders written from it serve all tests.
-
-Policies built for a run.
-
-Guarantees: with one seed, `from_config` draws the same weights as the class itself, at construction
-or when materialized, in the default dtype; `whole_shapes` are those of the checkpoint; a sharded
-model is refused where the full one is needed.
+from one place, which is named. With one seed, `from_config` draws the same weights as the class
+itself, at construction or when materialized, in the default dtype; `whole_shapes` are those of the
+checkpoint; a sharded model is refused where the full one is needed.
 """
 
 import json

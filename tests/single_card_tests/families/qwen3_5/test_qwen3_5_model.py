@@ -16,7 +16,7 @@ from paddle_vl.families.qwen3_5.flops import Qwen3_5Flops
 from paddle_vl.families.vlm.pipeline import layer_costs
 from paddle_vl.families.vlm.recipe import model_shape
 from paddle_vl.nn.linear import fused_columns
-from paddle_vl.parallel.degrees import ParallelDegrees, Plan, plan_problems
+from paddle_vl.parallel.degrees import ParallelDegrees, TopologyPlan, plan_problems
 from paddle_vl.testing import (
     EXPERTS_3_5,
     assert_equals_single_device,
@@ -131,7 +131,7 @@ def test_an_export_is_refused_with_its_reason(tmp_path):
 def test_key_heads_must_divide_by_the_ranks():
     shape = model_shape(tiny_qwen3_5_config())
     degrees = ParallelDegrees(mp_degree=8)
-    problems = plan_problems(Plan(degrees, 8, shape))
+    problems = plan_problems(TopologyPlan(degrees, 8, shape))
     assert any("linear_num_key_heads 4 does not divide" in problem for problem in problems)
 
 

@@ -4,8 +4,6 @@ Guarantees: logits, loss and every gradient with an adapter made by PEFT equal P
 have PEFT's keys, shapes and values; patterns match linears by HF's names, their endings and
 `all-linear`; everything else is frozen; merging, in memory and from file to file, gives the adapted
 model's outputs; unfitting adapters are refused with names.
-
-Over 350 lines: one adapter made by PEFT serves all tests.
 """
 
 import json

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 from paddle_vl import Qwen3VLForConditionalGeneration
 from paddle_vl.config.data_sources import SourceConfig
-from paddle_vl.data.corpus.lanes import Piece
+from paddle_vl.data.corpus.packed_rows import Piece
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.vlm.inputs.collate import VLCollator
 from paddle_vl.families.vlm.inputs.corpus import PieceCollator

@@ -5,8 +5,6 @@ are left-padded and keep the order of images; a chat that ends with an answer is
 are those of training; saving and loading changes nothing and keeps a
 checkpoint's own files; ids are found by name; a checkpoint whose template renders differently
 causes a warning.
-
-Over 350 lines: one small processor serves all tests.
 """
 
 import json

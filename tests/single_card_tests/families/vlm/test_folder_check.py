@@ -4,8 +4,6 @@ Guarantees: every kind of folder that this package writes fits the rules of each
 its family: full, tied, with experts, in several files, in bfloat16, averaged weights of a run,
 merged adapters; adapters where an engine takes them; a folder with one name, shape, dtype, key,
 flag or file spoilt is told, with what the engine makes of it; no weights are read.
-
-Over 350 lines, to have everything that may be spoilt in one table.
 """
 
 import json
