@@ -145,6 +145,11 @@ class FlatBucket:
         for number in range(len(self.tensors)):
             self._gradient(number)
 
+    def drop(self, number: int) -> None:
+        """Drop the gradient of a tensor, which is not updated then."""
+        self._gradients.pop(number, None)
+        self.leaves[number].main_grad = None
+
     def clear(self) -> None:
         """Drop the gradient."""
         self._gradients.clear()

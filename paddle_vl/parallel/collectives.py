@@ -113,8 +113,8 @@ def all_reduce_gradients(tensors: Sequence[Tensor], group) -> None:
     """All-reduce gradients in fleet's buckets, which are the same on every rank.
 
     A missing gradient counts as zeros and becomes zeros if no rank has one, as for the vision tower
-    in a text-only step. Fleet leaves missing gradients out of its buckets, so ranks that miss
-    different ones would sum unrelated gradients.
+    in a text-only step; the optimizer leaves such a parameter out. Fleet leaves missing gradients
+    out of its buckets, so ranks that miss different ones would sum unrelated gradients.
     """
     trained = [tensor for tensor in tensors if not tensor.stop_gradient]
     for tensor in trained:

@@ -66,9 +66,12 @@ class ColocatedOptimizer:
             (each.squared_norm(ranks) for each in present or self.optimizers), paddle.zeros([])
         )
 
-    def update(self, learning_rate: float, norm: float) -> None:
+    def reached(self) -> np.ndarray:
+        return np.maximum.reduce([each.reached() for each in self.optimizers])
+
+    def update(self, learning_rate: float, norm: float, reached: np.ndarray | None = None) -> None:
         for each in self.optimizers:
-            each.update(learning_rate, norm)
+            each.update(learning_rate, norm, reached)
 
     def update_average(self, decay: float, is_good: Tensor) -> None:
         for each in self.optimizers:

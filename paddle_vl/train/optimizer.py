@@ -7,10 +7,12 @@ Fleet's sharding stage 1 has buffers of its own.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import paddle
 from paddle import Tensor, _C_ops
 from paddle.base.framework import default_main_program
@@ -37,7 +39,12 @@ class AdamW(paddle.optimizer.AdamW):
     must be called AdamW, since Paddle fuses optimizer state by class name.
 
     Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
+
+    Attributes:
+        left_out: names of updated tensors that are left as they are.
     """
+
+    left_out: Collection[str] = ()
 
     def use_masters(self, masters: Mapping[str, Tensor]) -> None:
         """Update these float32 copies (by parameter name) and round them into the parameters."""
@@ -54,6 +61,8 @@ class AdamW(paddle.optimizer.AdamW):
                 state tensors by name.
             half: a half-precision tensor that gets the rounded values.
         """
+        if values.name in self.left_out:
+            return
         self._create_global_learning_rate()
         moment1, moment2, power1, power2 = (
             self._get_accumulator_master(name, values) for name in STATES
@@ -139,6 +148,14 @@ class Optimizer(OptimizerState):
         self.max_grad_norm = train.max_grad_norm
         # Each parameter once, and its HF names.
         self._named = names_by_parameter(parameters)
+        # Of each trained name, alike on all ranks; and of those that a backward pass has reached.
+        self._numbers = {name: number for number, name in enumerate(sorted(self.trained_names))}
+        self._reached: set[int] = set()
+        for parameter, names in self._named:
+            if not parameter.stop_gradient:
+                # Sums over ranks give the others zeros, and fleet's buffers always have a gradient.
+                numbers = [self._numbers[name] for name in names]
+                parameter._register_backward_hook(partial(self._reached.update, numbers))
         factors = rate_factors or {}
         # Any: only fleet's distribute leaves a rank without a share.
         updated: list[Any] = [self.store.shard_of(p) for p, _ in self._named]
@@ -279,13 +296,23 @@ class Optimizer(OptimizerState):
                 total = total + _C_ops.squared_l2_norm(grad.astype("float32")).reshape([])
         return total
 
-    def update(self, learning_rate: float, norm: float) -> None:
+    def reached(self) -> np.ndarray:
+        """`[n]` float32, n trained names of the run: 1 for those whose parameter has got a gradient
+        in a backward pass of this step, on this rank."""
+        found = np.zeros([len(self._numbers)], dtype=np.float32)
+        found[list(self._reached)] = 1.0
+        return found
+
+    def update(self, learning_rate: float, norm: float, reached: np.ndarray | None = None) -> None:
         """Clip gradients of a global `norm` to max_grad_norm, and update.
 
         Args:
             learning_rate: multiplied by a parameter's own factor.
+            reached: sum of `reached()` over all ranks. A parameter that none has reached is not
+                updated, nor does its state change, as on one device. None for one rank.
         """
         if self._updates:
+            self._leave_out_all_but(reached)
             self.clip_gradients(norm)
             self.step(learning_rate)
 
@@ -356,6 +383,21 @@ class Optimizer(OptimizerState):
             self._adamw.clear_grad(set_to_zero=False)
         for bucket in self._buckets:
             bucket.clear()
+        self._reached.clear()
+
+    def _leave_out_all_but(self, reached: np.ndarray | None) -> None:
+        self._adamw.left_out = left_out = set[str]()
+        if reached is None or reached.all():
+            return
+        for parameter, names in self._named:
+            tensor = self.store.shard_of(parameter)
+            if tensor is None or reached[self._numbers[names[0]]]:
+                continue
+            if id(tensor) in self._place:
+                bucket, number = self._place[id(tensor)]
+                bucket.drop(number)
+            else:
+                left_out.add(tensor.name)
 
     def _gradients(self) -> list[Tensor]:
         grads = map(gradient_of, self.tensors)

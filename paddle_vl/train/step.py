@@ -1,10 +1,11 @@
 """One training step: gradients over the micro-batches, then one optimizer update or none.
 
-The micro-batches of all ranks count as one batch. Before the update the host reads one number, the
-gradient norm or NaN for a bad step. Losses stay on the device until a report reads them.
+The micro-batches of all ranks count as one batch. Before the update the host reads once: the
+gradient norm, or NaN for a bad step, and which parameters any rank's backward passes have reached.
+Losses stay on the device until a report reads them.
 
 With room for a fixed number of rows at experts of other ranks (`ExpertCapacity`), a step that needs
-more makes no update: the number read says so, and the step is repeated with exact sizes.
+more makes no update: the norm says so, and the step is repeated with exact sizes.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from itertools import islice
 from math import isnan
 from typing import Any, Protocol
 
+import numpy as np
 import paddle
 from paddle import Tensor
 
@@ -21,6 +23,7 @@ from paddle_vl.batch.schema import SOURCE_COUNTS, SOURCE_TARGETS, Batch
 from paddle_vl.nn.experts import ExpertCapacity
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.objective import BatchAdapter, Loss, zero_terms
+from paddle_vl.nn.operations import device_tensor
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train.colocated_optimizer import ColocatedOptimizer
 from paddle_vl.train.optimizer import Optimizer
@@ -330,16 +333,17 @@ def train_step(
     ]
     passes = partial(_passes, runner, optimizer, totals, ranks, before_wait)
     seed()
-    outcome, norm = passes(batches, [ExpertCapacity(rows) for rows in totals.expert_capacities])
+    capacities = [ExpertCapacity(rows) for rows in totals.expert_capacities]
+    outcome, norm, reached = passes(batches, capacities)
     if norm == _OVERFLOW:
         with phase(Phase.CLEARING):
             optimizer.clear_gradients()
         seed()
-        outcome, norm = passes(batches, [])
+        outcome, norm, reached = passes(batches, [])
         outcome = replace(outcome, is_repeated=True)
     if not isnan(norm):
         with phase(Phase.OPTIMIZER):
-            optimizer.update(learning_rate, norm)
+            optimizer.update(learning_rate, norm, reached)
     with phase(Phase.CLEARING):
         optimizer.clear_gradients()
     return outcome
@@ -353,8 +357,9 @@ def _passes(
     before_wait: Callable[[], object],
     batches: Sequence[Any],
     capacities: Sequence[ExpertCapacity],
-) -> tuple[StepOutcome, float]:
-    """The gradients of a step; and their norm, NaN or `_OVERFLOW`, alike on all ranks.
+) -> tuple[StepOutcome, float, np.ndarray | None]:
+    """The gradients of a step; their norm, NaN or `_OVERFLOW`, and which parameters have one, see
+    `Optimizer.update`, alike on all ranks.
 
     Args:
         capacities: of the micro-batches; none for exact sizes.
@@ -371,7 +376,7 @@ def _passes(
         if ranks.world_size > 1:
             ranks.sum_gradients(optimizer.tensors_with_specs)
     with phase(Phase.CLIP):
-        terms, norm, source_sums, overflow = _summed(
+        terms, norm, source_sums, overflow, reached = _summed(
             terms, optimizer, ranks, len(totals.counts), capacities
         )
         is_good = paddle.isfinite(terms).all() & paddle.isfinite(norm)
@@ -380,8 +385,11 @@ def _passes(
         number = paddle.where(is_good, norm, paddle.full_like(norm, float("nan")))
         if overflow is not None:
             number = paddle.where(overflow > 0, paddle.full_like(norm, _OVERFLOW), number)
-        read = float(number)
-    return StepOutcome(terms, norm, is_good, totals, source_sums), read
+        outcome = StepOutcome(terms, norm, is_good, totals, source_sums)
+        if reached is None:
+            return outcome, float(number), None
+        read = paddle.concat([number.reshape([1]), reached]).numpy()
+    return outcome, float(read[0]), read[1:]
 
 
 @paddle.no_grad()
@@ -391,8 +399,9 @@ def _summed(
     ranks: SingleRank,
     num_terms: int,
     capacities: Sequence[ExpertCapacity],
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The step's terms, gradient norm, sums of sources and number of overflows, in one all-reduce.
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The step's terms, gradient norm, sums of sources, number of overflows, and on several ranks
+    how many have reached each parameter, in one all-reduce.
 
     Args:
         terms: this rank's share of terms and sums, see `Runner.accumulate_gradients`.
@@ -407,9 +416,13 @@ def _summed(
         # A pipeline stage may have no layer with experts.
         flags = paddle.stack([paddle.zeros([], dtype="bool"), *overflows])
         parts.append(flags.astype("float32").sum().reshape([1]))
+    if has_reached := ranks.world_size > 1:
+        parts.append(device_tensor(optimizer.reached()))
     totals = paddle.concat(parts)
-    if ranks.world_size > 1:
+    if has_reached:
         totals = ranks.sum_over_all(totals)
-    source_sums = totals[num_terms + 1 : own.shape[0] + 1] if has_sources else None
-    overflow = totals[-1] if capacities else None
-    return totals[:num_terms], totals[num_terms].sqrt(), source_sums, overflow
+    end = own.shape[0] + 1
+    source_sums = totals[num_terms + 1 : end] if has_sources else None
+    overflow = totals[end] if capacities else None
+    reached = totals[end + bool(capacities) :] if has_reached else None
+    return totals[:num_terms], totals[num_terms].sqrt(), source_sums, overflow, reached

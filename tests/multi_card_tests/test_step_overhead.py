@@ -2,9 +2,9 @@
 
 Guarantees, with data parallelism, in a pipeline, and with a colocated encoder:
 
-- a step without logging reads one number from the device, before its update. It issues one
-  all-gather of host values, one all-reduce of losses and gradient norm, and the collectives of the
-  parallelism;
+- a step without logging reads the device once, before its update. It issues one all-gather of host
+  values, one all-reduce of losses, gradient norm and parameters with a gradient, and the
+  collectives of the parallelism;
 - a logging step adds one gather, and one read, made while the next step runs;
 - all ranks issue the same collectives in the same order;
 - the logged values equal those of a separate gather per value.

@@ -134,6 +134,11 @@ _TOKEN_FILES = (
     "{path: runs/digits_corpus/tokens, format: text, weight: 0.5}]",
     "data.eval=[]",
 )
+_TEXT_ALONE = (
+    *_TOKENS,
+    "data.train=[{path: runs/digits_corpus/text.jsonl, format: text}]",
+    "data.eval=[]",
+)
 _MIX_OF_QWEN3_5 = (
     *_TOKENS,
     "data.train=[{path: runs/digits_corpus/captions.jsonl, format: image_text, weight: 0.5}, "
@@ -206,6 +211,7 @@ RUNS = {
     "kto": Run(VL, _RATED, _DIGITS, (*_from("packed"), *_KTO), 8),
     "mix": Run(VL, _MIXED, _MIX, _TOKENS),
     "tokens": Run(VL, "pretraining on token files", _MIX, _TOKEN_FILES),
+    "text": Run(VL, "pretraining on text alone", _MIX, _TEXT_ALONE),
     "answers": Run(VL, "after pretraining", _ANSWERS, ("model.pretrained={mix}/final",), 8),
     "moe": Run(MOE, "packed", _DIGITS, _EXPERTS),
     "moe balanced": Run(MOE, "with the balance loss", _DIGITS, (*_EXPERTS, *_BALANCE)),
@@ -297,6 +303,7 @@ CONVERSATIONS = [
     *_rows("mix", "dp2 -> mp2 SP", "pp2", "sharding2 stage 2 -> cp2 gather", "cp2 ulysses"),
     *_rows("mix", "colocated pp2"),
     *_rows("tokens", "dp2"),
+    *_rows("text", "dp2 -> sharding2 stage 2", "sharding2 -> mp2 SP"),
     *_rows("answers", "dp2", "mp2 SP", "pp2 dualpipev"),
     *_rows("deep", "pp3 interleaved", "pp3 fthenb", "pp3 balanced_memory"),
 ]

@@ -2,9 +2,10 @@
 
 Guarantees: parameters, moments and powers of beta have the bits of an update per tensor, with
 learning rates and decay by part, half-precision parameters and steps in which some parameters have
-no gradient; a bad step changes nothing; saved state is the same and is taken by either; an update
-moves at most 30 bytes per parameter, and launches a number of kernels that does not grow with the
-number of tensors. The oracle is the same `Optimizer` without buckets.
+no gradient, also where a sum over ranks has filled it; a bad step changes nothing; saved state is
+the same and is taken by either; an update moves at most 30 bytes per parameter, and launches a
+number of kernels that does not grow with the number of tensors. The oracle is the same `Optimizer`
+without buckets.
 """
 
 from collections import Counter
@@ -22,6 +23,8 @@ from paddle_vl.config.schema import TrainConfig
 from paddle_vl.families.vlm.settings import PARTS
 from paddle_vl.nn import flat_buckets
 from paddle_vl.nn.master_weights import MasterWeights
+from paddle_vl.nn.operations import fill_gradient
+from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.testing import record_host_reads
 from paddle_vl.train import optimizer as optimizer_module
 from paddle_vl.train.freeze import decayed_names, freeze_parameters, rate_factors, trained_names
@@ -71,11 +74,22 @@ def assert_same_bits(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]
         np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
-def trained(flat: bool, batches, **settings):
+class OfTwo(SingleRank):
+    """One of two ranks, of which the other adds zeros."""
+
+    world_size = 2
+
+    def sum_gradients(self, tensors):
+        for tensor, _ in tensors:
+            fill_gradient(tensor)
+
+
+def trained(flat: bool, batches, ranks=ONE_RANK, **settings):
     model = tiny_model()
     optimizer = build(model, flat, **settings)
     for number, batch in enumerate(batches):
-        outcome = train_step(vl_runner(model), optimizer, micro_batches(batch), 0.01 / (1 + number))
+        rate = 0.01 / (1 + number)
+        outcome = train_step(vl_runner(model), optimizer, micro_batches(batch), rate, ranks)
         assert bool(outcome.is_good)
     return model, optimizer
 
@@ -99,6 +113,14 @@ def test_flat_updates_have_the_bits_of_updates_per_tensor(steps):
         if name.endswith("beta1_pow_acc")
     }
     assert len(powers) == 1 + ("t" in steps)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["per tensor", "flat"])
+def test_what_no_rank_reaches_is_left_as_it_is(flat):
+    batches = [IMAGES, TEXT, IMAGES, TEXT]
+    found = trained(flat, batches, OfTwo(), max_grad_norm=0.0)
+    wanted = trained(flat, batches, max_grad_norm=0.0)
+    assert_same_bits(state_of(*found), state_of(*wanted))
 
 
 def test_clipping_by_one_norm_has_the_same_bits(monkeypatch):
