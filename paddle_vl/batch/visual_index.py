@@ -36,7 +36,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from paddle_vl.batch.row_part import WHOLE_BATCH, Array, RowPart, is_known
+from paddle_vl.batch.rows import WHOLE_BATCH, Array, RowPart, is_known
 
 Layout = Literal["token_rows", "sequence_first", "batch_slices"]
 

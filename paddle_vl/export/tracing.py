@@ -12,7 +12,7 @@ import paddle.nn.functional as F
 from paddle import Tensor
 from paddle.jit.dy2static.program_translator import FunctionCache, convert_to_static
 
-from paddle_vl.batch import row_part, visual_index
+from paddle_vl.batch import rows, visual_index
 from paddle_vl.families.vlm import embedding_inputs
 from paddle_vl.nn.attention import RotaryTables, apply_rotary
 from paddle_vl.nn.operations import (
@@ -30,7 +30,7 @@ _kernels: Mapping[Operation, Callable[..., Any]] = {}
 for _chooses in (Operation, HostTable, operation):
     paddle.jit.not_to_static(_chooses)
 # Their conditions are about shapes, not about values.
-paddle.jit.ignore_module([row_part, visual_index, embedding_inputs])
+paddle.jit.ignore_module([rows, visual_index, embedding_inputs])
 
 
 @contextmanager

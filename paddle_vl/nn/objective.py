@@ -16,8 +16,8 @@ import paddle.nn.functional as F
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
+from paddle_vl.batch.rows import IGNORE_INDEX
 from paddle_vl.batch.schema import Batch
-from paddle_vl.batch.targets import IGNORE_INDEX
 from paddle_vl.nn.operations import device_tensor, slice_axis
 
 BatchT = TypeVar("BatchT", bound=Batch)

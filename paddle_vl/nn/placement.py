@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from paddle import Tensor, full_like, index_select, nn, where
 
-from paddle_vl.batch.row_part import RowPart
+from paddle_vl.batch.rows import RowPart
 from paddle_vl.nn.attention import PackedSamples, causal_attention
 from paddle_vl.nn.attention_masks import SliceMask
 from paddle_vl.nn.experts import Experts

@@ -24,8 +24,7 @@ from paddle.distributed.fleet.utils.sequence_parallel_utils import (
     ScatterOp,
 )
 
-from paddle_vl.batch.row_part import RowPart
-from paddle_vl.batch.targets import IGNORE_INDEX
+from paddle_vl.batch.rows import IGNORE_INDEX, RowPart
 from paddle_vl.nn.objective import TargetSources, Vocabulary
 from paddle_vl.nn.operations import device_tensor, rows_in_order, slice_axis
 from paddle_vl.nn.placement import Encoder, ItemEncoder, RegionOps

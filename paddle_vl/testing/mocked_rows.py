@@ -5,7 +5,7 @@ from typing import NoReturn
 
 from paddle import Tensor, nn
 
-from paddle_vl.batch.row_part import RowPart
+from paddle_vl.batch.rows import RowPart
 from paddle_vl.nn.linear import Columns
 from paddle_vl.nn.parameter_table import ParameterTable
 from paddle_vl.nn.placement import CheckpointRanks, LayerFactory, Placement, RegionOps, StageLayers

@@ -47,10 +47,10 @@ def passed(family: str, kernels: str) -> dict[str, str]:
 def test_a_batch_passes_few_files(family, kernels):
     found = passed(family, kernels)
     assert {"nn/operations.py", "train/optimizer.py", f"nn/cpu/{kernels}.py"} <= set(found)
-    assert len(found) <= 28, list(found)
+    assert len(found) <= 32, list(found)
 
 
-MOST_IMPORTED = {"paddle_vl.families.qwen3_vl.model": 47, "paddle_vl.families.pi07.policy": 63}
+MOST_IMPORTED = {"paddle_vl.families.qwen3_vl.model": 49, "paddle_vl.families.pi07.policy": 63}
 
 
 def test_the_import_closure_of_a_model_is_bounded():

@@ -16,7 +16,7 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
-from paddle_vl.batch.targets import IGNORE_INDEX
+from paddle_vl.batch.rows import IGNORE_INDEX
 from paddle_vl.families.pi07.config import PI07PlannerConfig
 from paddle_vl.families.pi07.decoder import (
     DecoderOutput,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paddle_vl.batch.row_part import Array, RowPart, is_known
+from paddle_vl.batch.rows import Array, RowPart, is_known
 from paddle_vl.batch.visual_index import (
     VisualIndices,
     check_visual_counts,

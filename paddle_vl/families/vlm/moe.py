@@ -18,7 +18,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
 
-from paddle_vl.batch.row_part import WHOLE_BATCH, RowPart
+from paddle_vl.batch.rows import WHOLE_BATCH, RowPart
 from paddle_vl.nn.experts import ExpertCapacity, RoutedRows
 from paddle_vl.nn.operations import column_sum, device_tensor, host_array
 from paddle_vl.nn.placement import Placement

@@ -15,8 +15,8 @@ from paddle import Tensor, concat, nn
 
 from paddle_vl.batch.positions import real_lengths
 from paddle_vl.batch.row_slices import RowSlice
+from paddle_vl.batch.rows import IGNORE_INDEX
 from paddle_vl.batch.schema import GRIDS, WHOLE_ROWS, VLBatch
-from paddle_vl.batch.targets import IGNORE_INDEX
 from paddle_vl.families.vlm.inputs.prepared import prepared
 from paddle_vl.families.vlm.model import VLOutput
 from paddle_vl.nn.objective import BatchAdapter, Loss
@@ -191,7 +191,7 @@ def _own_targets(whole: Any, own: RowSlice) -> dict[str, np.ndarray]:
     if chosen_N.any():
         found = {"target_rows": np.stack([own.places[rows_N[chosen_N]], targets_N[chosen_N]])}
         return found | {name: whole[name][chosen_N] for name in _OF_TARGETS if name in whole}
-    # The head runs on a row without a target, see `paddle_vl.batch.targets.target_rows`.
+    # The head runs on a row without a target, see `paddle_vl.batch.rows.target_rows`.
     found = {"target_rows": np.array([[0], [IGNORE_INDEX]])}
     return found | {name: np.zeros_like(whole[name][:1]) for name in _OF_TARGETS if name in whole}
 

@@ -12,7 +12,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.batch.targets import IGNORE_INDEX, target_rows
+from paddle_vl.batch.rows import IGNORE_INDEX, target_rows
 from paddle_vl.families.vlm.inputs.prepared import prepared, with_target_rows
 from paddle_vl.families.vlm.objective import VLBatchAdapter, empty_batch
 from paddle_vl.nn import objective

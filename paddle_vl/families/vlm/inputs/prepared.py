@@ -11,8 +11,8 @@ from typing import Any, cast
 import numpy as np
 
 from paddle_vl.batch.positions import key_ends, patch_places
+from paddle_vl.batch.rows import IGNORE_INDEX, target_rows
 from paddle_vl.batch.schema import GRIDS, PIXELS, VLBatch
-from paddle_vl.batch.targets import IGNORE_INDEX, target_rows
 
 # Fields that become `target_rows`, `target_weights`, `target_sources` and `target_branches`.
 LABEL_FIELDS = ("labels", "loss_weights", "label_sources", "label_branches")
