@@ -6,6 +6,7 @@ FAULT=RANK:PLACE names the rank and the fault:
 - `save`: SIGKILL while the checkpoint of step 4 is being written;
 - `seed`: another seed than the other ranks;
 - `raise`: an exception in the third step;
+- `late`: more than gloo's 30 seconds late for the third step;
 - `stuck`: a blocking call in the third step that never returns, as NCCL calls do.
 """
 
@@ -38,6 +39,8 @@ def fail():
     raise KeyError("no such sample")
 
 
+# Longer than gloo waits.
+LATE_S = 33
 IN_STEP = {
     "step": die_behind_checkpoint_2,
     "raise": fail,
@@ -52,11 +55,14 @@ if int(rank) == int(os.environ["PADDLE_TRAINER_ID"]):
         checkpoint.save_state = lambda folder, state: (
             die() if state["step"] == 4 else write_state(folder, state)
         )
-    elif place in IN_STEP:
+    elif place in (*IN_STEP, "late"):
         train_step, calls = trainer.train_step, []
 
         def third_time_lucky(*args):
             calls.append(1)
+            if place == "late":
+                time.sleep(LATE_S * (len(calls) == 3))
+                return train_step(*args)
             return IN_STEP[place]() if len(calls) == 3 else train_step(*args)
 
         trainer.train_step = third_time_lucky
