@@ -6,7 +6,7 @@ FAULT=RANK:PLACE names the rank and the fault:
 - `save`: SIGKILL while the checkpoint of step 4 is being written;
 - `seed`: another seed than the other ranks;
 - `raise`: an exception in the third step;
-- `late`: more than gloo's 30 seconds late for the third step;
+- `late`: the data of the second step come later than gloo's 30 seconds;
 - `stuck`: a blocking call in the third step that never returns, as NCCL calls do.
 """
 
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from paddle_vl.cli.main import run
 from paddle_vl.train import checkpoint, trainer
+from paddle_vl.train.feeding.feed import BatchFeed
 
 rank, _, place = os.environ.get("FAULT", "-1:").partition(":")
 arguments = ["train", *sys.argv[1:]]
@@ -55,14 +56,19 @@ if int(rank) == int(os.environ["PADDLE_TRAINER_ID"]):
         checkpoint.save_state = lambda folder, state: (
             die() if state["step"] == 4 else write_state(folder, state)
         )
-    elif place in (*IN_STEP, "late"):
+    elif place == "late":
+        fetch = BatchFeed._fetch
+
+        def fetch_late(feed, is_ahead):
+            time.sleep(LATE_S if feed.steps_fed == 1 else 0)
+            return fetch(feed, is_ahead)
+
+        BatchFeed._fetch = fetch_late
+    elif place in IN_STEP:
         train_step, calls = trainer.train_step, []
 
         def third_time_lucky(*args):
             calls.append(1)
-            if place == "late":
-                time.sleep(LATE_S * (len(calls) == 3))
-                return train_step(*args)
             return IN_STEP[place]() if len(calls) == 3 else train_step(*args)
 
         trainer.train_step = third_time_lucky

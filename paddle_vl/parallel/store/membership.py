@@ -115,7 +115,7 @@ class Membership:
         try:
             answer = self.meet("all")
         except (OSError, ValueError):
-            answer = {"missing": [0], "ended": [0]}
+            answer = {"missing": [0], "ended": [0], "failed": []}
         if missing := answer["missing"]:
             ended = answer["ended"] or [rank for rank, _ in answer["failed"][:1]]
             raise RuntimeError(self.failure_text(ended, missing))
