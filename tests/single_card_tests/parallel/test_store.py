@@ -1,10 +1,11 @@
 """The store of a run, in its own process.
 
 Guarantees: Paddle's client reads and writes it, with separate keys per name, and no addition is
-lost; a rank that does not join or has ended is named to those that wait, with the seconds and how
-to continue; ranks may start before the store; a malformed message ends only its connection; a taken
-port and two ranks with the same number are refused; the store ends with the process that started
-it. The watch over the other ranks runs before, while and after the rendezvous is imported.
+lost; a rank that does not join, does not come to where all meet, or has ended is named to those
+that wait, with the seconds and how to continue; ranks may start before the store; a malformed
+message ends only its connection; a taken port and two ranks with the same number are refused; the
+store ends with the process that started it. The watch over the other ranks runs before, while and
+after the rendezvous is imported.
 """
 
 import contextlib
