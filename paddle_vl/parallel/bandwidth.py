@@ -13,8 +13,9 @@ Source: NVIDIA's nccl-tests, doc/PERFORMANCE.md.
 """
 
 import time
-from collections.abc import Callable
-from itertools import combinations
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import permutations
 from typing import Any, NamedTuple
 
 import paddle
@@ -54,88 +55,66 @@ def measure_bandwidth(num_ranks: int, elements: int, timeout_s: float) -> list[M
     Returns:
         The measures, with the time of the slowest rank; the same on every rank.
     """
-    topology = initialize(ParallelDegrees(dp_degree=num_ranks), timeout_s=timeout_s)
-    group, rank = topology.dp_group, topology.rank
-    n = num_ranks
-    part = elements // n
-    own = paddle.full([elements], float(rank + 1))
-    small = paddle.full([part], float(rank + 1))
-    total = float(n * (n + 1) // 2)
-    by_rank = [float(i + 1) for i in range(n)]
-    reduced, whole, piece = (paddle.empty([size]) for size in (elements, elements, part))
+    group = initialize(ParallelDegrees(dp_degree=num_ranks), timeout_s=timeout_s).dp_group
+    n, rank, stream = num_ranks, group.rank, dist.stream
+    own, small = (paddle.full([size], float(rank + 1)) for size in (elements, elements // n))
+    sums, by_rank = [float(n * (n + 1) // 2)], [float(i + 1) for i in range(n)]
+    reduced, whole, piece = paddle.empty_like(own), paddle.empty_like(own), paddle.empty_like(small)
 
     def all_reduce() -> None:
         paddle.assign(own, reduced)
         dist.all_reduce(reduced, group=group)
 
-    def all_to_all() -> None:
-        dist.alltoall_single(whole, own, group=group)
-
-    collectives: dict[str, tuple[Callable[[], Any], Callable[[], bool], float]] = {
-        "all_reduce": (all_reduce, lambda: _is(reduced, [total]), 2 * (n - 1) / n),
-        "all_gather": (
-            lambda: dist.stream.all_gather(whole, small, group=group),
-            lambda: _is(whole, by_rank),
-            (n - 1) / n,
-        ),
-        "reduce_scatter": (
-            lambda: dist.stream.reduce_scatter(piece, own, group=group),
-            lambda: _is(piece, [total]),
-            (n - 1) / n,
-        ),
-        "all_to_all": (all_to_all, lambda: _is(whole, by_rank), (n - 1) / n),
-    }
-    ranks = tuple(range(n))
-    found = [_measured(name, ranks, elements, group, *entry) for name, entry in collectives.items()]
-    for low, high in combinations(range(n), 2):
-        for sender, receiver in ((low, high), (high, low)):
-            found.append(_message(sender, receiver, elements, group, rank))
-    return found
-
-
-def _message(sender: int, receiver: int, elements: int, group: Any, rank: int) -> Measure:
-    buffer = paddle.full([elements], float(rank + 1))
-
-    def run() -> None:
+    def send(buffer: Tensor, sender: int, receiver: int) -> None:
         if rank == sender:
             dist.send(buffer, dst=receiver, group=group)
         elif rank == receiver:
             dist.recv(buffer, src=sender, group=group)
 
-    def is_right() -> bool:
-        return rank != receiver or _is(buffer, [float(sender + 1)])
-
-    return _measured("message", (sender, receiver), elements, group, run, is_right, 1.0)
-
-
-def _measured(
-    name: str,
-    ranks: tuple[int, ...],
-    elements: int,
-    group: Any,
-    run: Callable[[], Any],
-    is_right: Callable[[], bool],
-    factor: float,
-) -> Measure:
-    run()
-    synchronize()
-    right = is_right()
-    seconds = []
-    for _ in range(_TIMES):
-        dist.barrier(group=group)
-        synchronize()
-        begin = time.perf_counter()
+    def measured(
+        name: str, ranks: Sequence[int], run: Callable[[], Any], out: Tensor, wanted: list[float],
+        factor: float,
+    ) -> Measure:  # fmt: skip
         run()
         synchronize()
-        seconds.append(time.perf_counter() - begin)
-    # The slowest rank, and whether any received something else.
-    worst = paddle.to_tensor([min(seconds), float(not right)], dtype="float64")
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
-    slowest, any_wrong = (float(value) for value in worst.numpy())
-    size = 4 * elements
-    return Measure(
-        name, ranks, size / 1e6, 1e3 * slowest, factor * size / slowest / 1e9, not any_wrong
-    )
+        is_wrong = rank in ranks and not _is(out, wanted)
+        seconds = []
+        for _ in range(_TIMES):
+            dist.barrier(group=group)
+            synchronize()
+            begin = time.perf_counter()
+            run()
+            synchronize()
+            seconds.append(time.perf_counter() - begin)
+        # The slowest rank, and whether any received something else.
+        worst = paddle.to_tensor([min(seconds), float(is_wrong)], dtype="float64")
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
+        slowest, any_wrong = (float(value) for value in worst.numpy())
+        size = 4 * elements
+        speed = factor * size / slowest / 1e9
+        return Measure(name, tuple(ranks), size / 1e6, 1e3 * slowest, speed, not any_wrong)
+
+    link = (n - 1) / n
+    found = [
+        measured(name, range(n), *of_name)
+        for name, of_name in {
+            "all_reduce": (all_reduce, reduced, sums, 2 * link),
+            "all_gather": (
+                lambda: stream.all_gather(whole, small, group=group), whole, by_rank, link
+            ),
+            "reduce_scatter": (
+                lambda: stream.reduce_scatter(piece, own, group=group), piece, sums, link
+            ),
+            "all_to_all": (
+                lambda: dist.alltoall_single(whole, own, group=group), whole, by_rank, link
+            ),
+        }.items()
+    ]  # fmt: skip
+    for pair in permutations(range(n), 2):
+        buffer = paddle.full([elements], float(rank + 1))
+        run = partial(send, buffer, *pair)
+        found.append(measured("message", pair, run, buffer, [float(pair[0] + 1)], 1.0))
+    return found
 
 
 def _is(x: Tensor, values: list[float]) -> bool:

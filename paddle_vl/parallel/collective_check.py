@@ -28,7 +28,7 @@ from paddle_vl.parallel.recorder import (
     is_in_backward,
     observed,
 )
-from paddle_vl.parallel.store.membership import Membership, of_this_process, ranks_text
+from paddle_vl.parallel.store.membership import of_this_process, ranks_text
 from paddle_vl.parallel.store.rendezvous import meet
 
 VARIABLE = "PADDLE_VL_CHECK_COLLECTIVES"
@@ -94,9 +94,7 @@ class _Check:
         self.recording = Recording()
         self.problem: RuntimeError | None = None
         meet()
-        own = of_this_process[0]
-        # A connection of its own, which waits for the other ranks.
-        self._store = Membership(own.rank, own.num_ranks, own.host, own.port, timeout)
+        (self._store,) = of_this_process
         self._name, self._timeout = _num_checks, timeout
         self._numbers: Counter[Sequence[int]] = Counter()
 
@@ -117,18 +115,20 @@ class _Check:
         self._compare(end, range(self._store.num_ranks), end, "leaves")
 
     def _compare(self, here: str, ranks: Sequence[int], agreed: str, shown: str) -> None:
-        request = [f"{self._name} {here}", list(ranks), [agreed, shown, here], self._timeout]
-        answer = self._store.ask({"meet": request}, None)
+        name, value = f"{self._name} {here}", [agreed, shown, here]
+        answer = self._store.meet(name, list(ranks), value, self._timeout)
         # Different plans, each with its ranks.
-        alike = defaultdict(list)
-        plans = {int(rank): plan for rank, plan in answer["values"].items()}
+        alike, plans = defaultdict(list), dict(answer["values"])
         for rank, (plan, _, _) in sorted(plans.items()):
             alike[plan].append(rank)
         told = "; ".join(f"{ranks_text(of)} {plans[of[0]][1]}" for of in alike.values())
-        if answer["last"]:
-            rank, last = next((int(rank), last) for rank, last in answer["last"].items())
-            late = f"has not come within {self._timeout:g} s"
-            has = "has ended" if rank in answer["ended"] else late
+        if missing := answer["missing"]:
+            failed = [rank for rank, _ in answer["failed"]]
+            gone = [rank for rank in [*answer["ended"], *failed] if rank in ranks]
+            rank, has = missing[0], f"has not come within {self._timeout:g} s"
+            if gone:
+                rank, has = gone[0], "has ended"
+            last = dict(answer["last"])[rank]
             before = f"its last collective: {last[1]}, {last[2]}" if last else "it reached none"
             self._raise(f"{here}: {told}; rank {rank} {has}; {before}")
         if len(alike) > 1:

@@ -19,6 +19,7 @@ from paddle_vl.parallel.agree import gather_values
 from paddle_vl.parallel.collectives import all_reduce_gradients, all_reduce_partial_gradients
 from paddle_vl.parallel.colocated.grid import EncoderGroups
 from paddle_vl.parallel.random_state import seed_encoder_random, seed_split_random
+from paddle_vl.parallel.store.membership import of_this_process
 from paddle_vl.parallel.topology import Topology
 
 
@@ -120,6 +121,7 @@ class FleetRanks(SingleRank):
     ) -> tuple[list[int], int | None]:
         """All-gather over all ranks, through host memory: sums of the counts over the data shards,
         the largest numbers, and the highest stop signal. Same result on every rank."""
+        self._await_all()
         own = [*(count if self.counts_data else 0 for count in counts), *largest, signal or 0]
         message = paddle.to_tensor(own, dtype="int64", place=paddle.CPUPlace())
         # Allocated here: Paddle would use the GPU, but this group communicates host memory.
@@ -131,6 +133,7 @@ class FleetRanks(SingleRank):
         return [*totals, *largest], signal or None
 
     def gathered(self, value: Any) -> list[Any]:
+        self._await_all()
         return gather_values(value)
 
     @paddle.no_grad()
@@ -204,4 +207,12 @@ class FleetRanks(SingleRank):
             all_reduce_gradients([tensor for tensor, _ in tensors], encoder.dp_group)
 
     def wait(self) -> None:
+        self._await_all()
         dist.barrier()
+
+    @staticmethod
+    def _await_all() -> None:
+        """Wait for all ranks in the store: gloo's own wait ends after 30 s, whatever
+        `parallel.timeout_s` is, and Paddle has no option for it."""
+        for membership in of_this_process:
+            membership.wait_for_all()

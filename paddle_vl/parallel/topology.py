@@ -27,7 +27,7 @@ from paddle_vl.parallel.collective_check import check_run_if_asked
 from paddle_vl.parallel.colocated.grid import ColocatedGrid, EncoderGroups, Place
 from paddle_vl.parallel.degrees import AXES, ParallelDegrees, TopologyPlan, plan_problems
 from paddle_vl.parallel.fleet_strategy import fleet_problems, fleet_strategy
-from paddle_vl.parallel.gloo_fleet import install, time_limit
+from paddle_vl.parallel.gloo_fleet import install
 from paddle_vl.parallel.gloo_fleet.patch import check_version
 from paddle_vl.parallel.mesh import groups_of_axes
 from paddle_vl.parallel.store.rendezvous import DEFAULT_TIMEOUT_S, meet, set_timeout
@@ -213,7 +213,8 @@ def initialize(
         **groups,
         saving_group=_saving_group(degrees, axes["model"].tolist(), groups, rank),
         ends_group=_own_group(ends, rank),
-        host_group=None if on_cpu else _host_group(timeout_s),
+        # Paddle's stub knows nccl only.
+        host_group=None if on_cpu else dist.new_group(backend="gloo"),  # pyright: ignore[reportArgumentType]
         encoder=_encoder_groups(degrees, communicators.topology(), rank),
     )
 
@@ -255,17 +256,6 @@ def _encoder_groups(degrees: ParallelDegrees, mesh: Any, rank: int) -> EncoderGr
     return EncoderGroups(
         grid, grid.role(rank), *groups, shards_state=degrees.encoder.sharding_stage > 0
     )
-
-
-def _host_group(timeout_s: float) -> Group:
-    """A gloo group of all ranks, beside that of the accelerator."""
-    # Paddle's stub knows nccl only.
-    group = dist.new_group(backend="gloo")  # pyright: ignore[reportArgumentType]
-    try:
-        time_limit.set_group_timeout(group.id, group.rank, group.nranks, timeout_s)
-    except RuntimeError as error:
-        logger.warning("%s Until then the timeout of collectives in host memory is 30 s.", error)
-    return group
 
 
 @contextmanager

@@ -6,6 +6,7 @@ FAULT=RANK:PLACE names the rank and the fault:
 - `save`: SIGKILL while the checkpoint of step 4 is being written;
 - `seed`: another seed than the other ranks;
 - `raise`: an exception in the third step;
+- `late`: the data of the second step come later than gloo's 30 seconds;
 - `stuck`: a blocking call in the third step that never returns, as NCCL calls do.
 """
 
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from paddle_vl.cli.main import run
 from paddle_vl.train import checkpoint, trainer
+from paddle_vl.train.feeding.feed import BatchFeed
 
 rank, _, place = os.environ.get("FAULT", "-1:").partition(":")
 arguments = ["train", *sys.argv[1:]]
@@ -38,6 +40,8 @@ def fail():
     raise KeyError("no such sample")
 
 
+# Longer than gloo waits.
+LATE_S = 33
 IN_STEP = {
     "step": die_behind_checkpoint_2,
     "raise": fail,
@@ -52,6 +56,14 @@ if int(rank) == int(os.environ["PADDLE_TRAINER_ID"]):
         checkpoint.save_state = lambda folder, state: (
             die() if state["step"] == 4 else write_state(folder, state)
         )
+    elif place == "late":
+        fetch = BatchFeed._fetch
+
+        def fetch_late(feed, is_ahead):
+            time.sleep(LATE_S if feed.steps_fed == 1 else 0)
+            return fetch(feed, is_ahead)
+
+        BatchFeed._fetch = fetch_late
     elif place in IN_STEP:
         train_step, calls = trainer.train_step, []
 

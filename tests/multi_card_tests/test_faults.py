@@ -5,6 +5,7 @@ Guarantees:
 - the launcher ends the other ranks with a nonzero exit code;
 - the last checkpoint is complete, and the run continues from it bit-exactly, wherever it was
   interrupted;
+- a rank that is later for a step than gloo's own 30 seconds changes no bit of the result;
 - the last line that one reads is the first error with the path of its log, which has its traceback;
 - ranks that disagree on a setting stop at the start and name it;
 - without a launcher that would kill them, ranks end by themselves after another rank failed, and
@@ -77,6 +78,13 @@ def whole(run_file, tmp_path_factory) -> Path:
     return output_dir
 
 
+def assert_same_end(output_dir: Path, whole: Path) -> None:
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        wanted = load_file(whole / "checkpoint-4" / name)
+        for key, array in load_file(output_dir / "checkpoint-4" / name).items():
+            np.testing.assert_array_equal(array, wanted[key], err_msg=key)
+
+
 @pytest.mark.parametrize("is_launched", [pytest.param(True, marks=pytest.mark.heavy), False])
 def test_a_killed_rank_ends_the_run_and_the_last_checkpoint_continues(
     run_file, whole, tmp_path, is_launched
@@ -91,11 +99,15 @@ def test_a_killed_rank_ends_the_run_and_the_last_checkpoint_continues(
     assert complete == ["checkpoint-2"]
     codes, outputs = started_alone(run_file, output_dir, ("none", "none"), *MP2)
     assert codes == [0, 0], outputs
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        wanted = load_file(whole / "checkpoint-4" / name)
-        for key, array in load_file(output_dir / "checkpoint-4" / name).items():
-            np.testing.assert_array_equal(array, wanted[key], err_msg=key)
+    assert_same_end(output_dir, whole)
     assert not list(output_dir.glob(".partial*"))
+
+
+@pytest.mark.heavy
+def test_a_rank_that_is_late_changes_nothing(run_file, whole, tmp_path):
+    codes, outputs = started_alone(run_file, tmp_path / "out", ("late", "none"), *MP2)
+    assert codes == [0, 0], outputs
+    assert_same_end(tmp_path / "out", whole)
 
 
 FAILS_FIRST = """

@@ -1,11 +1,9 @@
-"""Late ranks: paused, or busy with something else.
+"""A rank that is paused for longer than others wait.
 
-Guarantees: a rank that is paused at a random moment for longer than gloo's own 30 seconds changes
-no bit of the result; a rank that is later than parallel.timeout_s ends the run with an error that
-names the rank and how to continue. Runs start as users start them.
+Guarantees: the run ends with an error that names the rank and how to continue, started as users
+start it.
 """
 
-import random
 import signal
 import time
 from pathlib import Path
@@ -13,36 +11,14 @@ from pathlib import Path
 import pytest
 
 from faults.runs import SignalledRun
-from faults.tiny_run import NUM_STEPS, write_tiny_run
-from faults.verdict import differences_of_runs
+from faults.tiny_run import write_tiny_run
 
 pytestmark = pytest.mark.heavy
-# Messages between stages, and collectives.
-TOPOLOGY = ("parallel.mp_degree=1", "parallel.dp_degree=2", "parallel.pp_degree=2")
-PAUSE_S = 32
 
 
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory) -> Path:
     return write_tiny_run(tmp_path_factory.mktemp("run") / "data")
-
-
-def test_a_paused_rank_changes_nothing(run_file, tmp_path):
-    rng = random.Random(str(tmp_path))
-    with SignalledRun("nproc4", run_file, tmp_path / "out", TOPOLOGY) as run:
-        run.wait_for_steps(rng.randrange(1, NUM_STEPS - 3))
-        time.sleep(rng.uniform(0, 0.2))
-        rank = run.rank(rng.randrange(2))
-        rank.send_signal(signal.SIGSTOP)
-        time.sleep(PAUSE_S)
-        assert run.last_step() < NUM_STEPS
-        rank.send_signal(signal.SIGCONT)
-        ended = run.ended(time.monotonic())
-    assert ended.code == 0, ended.output
-    assert ended.last_step == NUM_STEPS
-    with SignalledRun("nproc4", run_file, tmp_path / "whole", TOPOLOGY) as whole:
-        assert whole.ended(time.monotonic()).code == 0
-    assert differences_of_runs(tmp_path / "out", tmp_path / "whole") == []
 
 
 def test_a_rank_that_is_later_than_the_limit_is_named(run_file, tmp_path):

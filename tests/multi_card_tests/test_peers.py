@@ -118,6 +118,7 @@ def wait_for_rank_2(folder: str) -> str:
     return message
 
 
+@pytest.mark.heavy
 def test_a_rank_that_does_not_come_is_named(tmp_path):
     first, second, _ = launch(wait_for_rank_2, 3, arguments=(str(tmp_path),))
     both = "rank 0: a collective failed: got no answer from ranks 1, 2; see the log of ranks 1, 2"

@@ -7,7 +7,6 @@ import paddle
 # The first two fill PATCHES.
 from paddle_vl.parallel.gloo_fleet import fleet_functions, process_group  # noqa: F401
 from paddle_vl.parallel.gloo_fleet.patch import PATCHES, check_version
-from paddle_vl.parallel.gloo_fleet.time_limit import check_library
 from paddle_vl.parallel.store.rendezvous import meet
 
 _installed = False
@@ -30,7 +29,6 @@ def install() -> bool:
         return False
     if not _installed:
         check_version()
-        check_library()
         for patch in PATCHES:
             patch.apply()
         _installed = True

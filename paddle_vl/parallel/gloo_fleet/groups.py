@@ -1,9 +1,8 @@
-"""Groups of gloo: their creation, timeout and ranks."""
+"""Groups of gloo: their creation and ranks."""
 
 from paddle.base import core
 from paddle.distributed import collective
 
-from paddle_vl.parallel.gloo_fleet.time_limit import set_group_timeout
 from paddle_vl.parallel.store import rendezvous
 from paddle_vl.parallel.store.membership import of_this_process, ranks_text
 
@@ -15,12 +14,11 @@ _alive: list[object] = []
 
 
 def register_group(group: core.ProcessGroup, group_id: int, ranks: list[int] | None = None) -> None:
-    """Register a new group, and give it the timeout of the run.
+    """Register a new group.
 
     Args:
         ranks: global ranks, if Paddle does not know the group.
     """
-    set_group_timeout(group_id, group.rank(), group.size(), rendezvous.timeout_s())
     _ids[id(group)] = group_id
     _alive.append(group)
     if ranks is not None:

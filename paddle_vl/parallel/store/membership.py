@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 # Seconds between two attempts to reach a store that has not started yet.
 _RETRY_S = 0.05
-_ASKING_RANKS_PER_S = 5000
 # A working store answers much faster.
 _ANSWER_S = 10.0
 GRACE_S = 10.0
@@ -54,23 +53,22 @@ class Membership:
     Args:
         rank, num_ranks: of this process; world size.
         host, port: of the store.
-        seconds: to wait for the store, and for all ranks.
+        seconds: to wait for the store, and for other ranks.
 
     Raises:
         RuntimeError: the store cannot be reached within that time.
     """
 
     def __init__(self, rank: int, num_ranks: int, host: str, port: int, seconds: float):
-        self.rank, self.num_ranks = rank, num_ranks
-        self.host, self.port = host, port
-        self._lock = threading.Lock()
-        self._deadline, self._seconds = time.monotonic() + seconds, seconds
+        self.rank, self.num_ranks, self.seconds = rank, num_ranks, seconds
+        self._place, self._lock = f"{host}:{port}", threading.Lock()
+        self._deadline = time.monotonic() + seconds
         while True:
             try:
                 self._socket = socket.create_connection((host, port), _ANSWER_S)
                 break
             except OSError as error:
-                if not self._has_time:
+                if time.monotonic() > self._deadline:
                     raise RuntimeError(
                         f"rank {rank} has waited {seconds:g} s for rank 0, whose store is to be at "
                         f"{self._place} ({error}): {logs_text([0])}, and whether this machine "
@@ -78,6 +76,7 @@ class Membership:
                     ) from None
                 time.sleep(_RETRY_S)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._answers = self._socket.makefile("rb")
 
     def join(self) -> None:
         """Register this rank, and wait until all ranks have joined.
@@ -86,11 +85,7 @@ class Membership:
             RuntimeError: some do not join within the time, or one ends before; names them.
         """
         try:
-            answer = self.ask({"join": True})
-            while answer.get("missing") and not answer["ended"] and self._has_time:
-                # Many ranks ask less often.
-                time.sleep(_RETRY_S + self.num_ranks / _ASKING_RANKS_PER_S)
-                answer = self.ask()
+            answer = self.meet("start", seconds=max(self._deadline - time.monotonic(), 0))
         except (OSError, ValueError) as error:
             raise RuntimeError(
                 f"rank {self.rank}: the store of this run at {self._place} has ended, or another "
@@ -103,68 +98,79 @@ class Membership:
                 "run ports of its own"
             )
         if missing := answer["missing"]:
-            waited = f"has waited {self._seconds:g} s at {self._place} for {ranks_text(missing)}"
-            ended = answer["ended"]
-            if ended:
+            waited = f"has waited {self.seconds:g} s at {self._place} for {ranks_text(missing)}"
+            if ended := answer["ended"]:
                 waited = f"waits for {ranks_text(missing)}, and {ranks_text(ended)} ended meanwhile"
             raise RuntimeError(
                 f"rank {self.rank} {waited}: {logs_text(ended or missing)}, and whether that "
                 f"machine reaches this address; then {CONTINUE}"
             )
 
+    def wait_for_all(self) -> None:
+        """Wait for all ranks to come here, in the order in which all of them call this.
+
+        Raises:
+            RuntimeError: some do not come within the time, or have ended; names them.
+        """
+        try:
+            answer = self.meet("all")
+        except (OSError, ValueError):
+            answer = {"missing": [0], "ended": [0], "failed": []}
+        if missing := answer["missing"]:
+            ended = answer["ended"] or [rank for rank, _ in answer["failed"][:1]]
+            raise RuntimeError(self.failure_text(ended, missing))
+
+    def meet(
+        self,
+        name: str,
+        ranks: Sequence[int] | None = None,
+        value: Any = None,
+        seconds: float | None = None,
+    ) -> dict[str, Any]:
+        """Exchange values between these ranks, by default all; see `server._Connection._meet`."""
+        seconds = self.seconds if seconds is None else seconds
+        return self.ask({"meet": [name, ranks, value, seconds]}, seconds + _ANSWER_S)
+
     def state(self) -> dict[str, Any]:
         """Ranks that have `ended`, in that order, and the problem of each that `failed` or ended
         without reporting success. A store that does not answer ended with rank 0."""
         try:
-            answer = self.ask()
+            answer = self.ask({})
         except (OSError, ValueError):
             if self.rank == 0:
                 return {"ended": [], "failed": {}}
             return {"ended": [0], "failed": {0: "has ended"}}
-        return answer | {"failed": {int(rank): text for rank, text in answer["failed"].items()}}
+        return answer | {"failed": dict(answer["failed"])}
 
     def report_end(self, problem: str | None = None) -> None:
         """Report that this rank is done, or the problem that ends it."""
         # Without a store there is nobody left to read it.
         with contextlib.suppress(OSError, ValueError):
-            self.ask({"done": True} if problem is None else {"failed": problem})
+            self.ask({"end": problem})
 
-    @property
-    def _place(self) -> str:
-        return f"{self.host}:{self.port}"
+    def failure_text(
+        self, ended: Sequence[int], late: Sequence[int], problem: str = "too late"
+    ) -> str:
+        """Why an operation failed: ranks that have ended, or else those that are late."""
+        culprits = ended or late
+        if culprits:
+            problem = f"{ranks_text(ended)} ended"
+            if not ended:
+                problem = f"got no answer from {ranks_text(late)}"
+        see = f"{logs_text(culprits)} for the cause, and " if culprits else ""
+        return f"rank {self.rank}: a collective failed: {problem}; {see}{CONTINUE}"
 
-    @property
-    def _has_time(self) -> bool:
-        return time.monotonic() < self._deadline
-
-    def ask(
-        self, request: Mapping[str, Any] | None = None, seconds: float | None = _ANSWER_S
-    ) -> dict[str, Any]:
-        """The store's answer to a request, see `server.Store.state` and `server.Store.meet`.
-
-        Args:
-            seconds: that the answer may take; None for no limit.
+    def ask(self, request: Mapping[str, Any], seconds: float = _ANSWER_S) -> dict[str, Any]:
+        """The store's answer to a request, see `server._Connection._reply`.
 
         Raises:
-            OSError, ValueError: no answer, or no store's.
+            OSError, ValueError: no answer within that time, or no store's.
         """
-        text = json.dumps({"rank": self.rank, **(request or {})}).encode()
+        text = json.dumps({"rank": self.rank, **request}).encode()
         with self._lock:
             self._socket.settimeout(seconds)
             self._socket.sendall(struct.pack("<IQ", server.ASK, len(text)) + text)
-            (size,) = struct.unpack("<Q", self._receive(8))
-            if size > server.MAX_VALUE_BYTES:
-                raise ValueError(f"an answer of {size} bytes")
-            return json.loads(self._receive(size))
-
-    def _receive(self, size: int) -> bytes:
-        received = bytearray()
-        while len(received) < size:
-            chunk = self._socket.recv(size - len(received))
-            if not chunk:
-                raise ConnectionError("the connection is closed")
-            received += chunk
-        return bytes(received)
+            return json.loads(self._answers.readline(server.MAX_VALUE_BYTES))
 
 
 class PeerWatch:
@@ -229,16 +235,12 @@ def _explained(membership: Membership, text: str) -> str:
     # Gloo reports a closed connection as TIMEOUT too, but then names the peer.
     is_late = "TIMEOUT" in text and re.search(r"pair_rank = \d", text) is None
     end = time.monotonic() + _NOTICE_S
-    while not (culprits := membership.state()["ended"]) and time.monotonic() < end:
+    while not (ended := membership.state()["ended"]) and time.monotonic() < end:
         time.sleep(_RETRY_S)
-    problem = f"{ranks_text(culprits)} ended" if culprits else _OF_GLOO.findall(text)[0]
-    if is_late and not culprits:
-        # Ranks that waited for the same one have given up by now.
-        failed = membership.state()["failed"]
-        culprits = [rank for rank in range(membership.num_ranks) if rank not in failed]
-        problem = f"got no answer from {ranks_text(culprits)}" if culprits else "too late"
-    see = f"{logs_text(culprits)} for the cause, and " if culprits else ""
-    return f"rank {membership.rank}: a collective failed: {problem}; {see}{CONTINUE}"
+    # Ranks that waited for the same one have given up by now.
+    failed = membership.state()["failed"]
+    late = [rank for rank in range(membership.num_ranks) if is_late and rank not in failed]
+    return membership.failure_text(ended, late, _OF_GLOO.findall(text)[0])
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from ipaddress import ip_address
 from typing import Any, NamedTuple
+from unittest import mock
 
 from paddle.base import core
 
@@ -86,25 +87,17 @@ def meet() -> Addresses:
     membership.join()
     of_this_process.append(membership)
     # Paddle makes its store as a client on every rank, not as a server on rank 0.
-    given = {MASTER: f"{addresses.host}:{addresses.port}", _RANK: _NOT_THE_FIRST}
-    kept = {name: os.environ[name] for name in given if name in os.environ}
-    os.environ.update(given)
-    try:
+    as_client = {MASTER: f"{addresses.host}:{addresses.port}", _RANK: _NOT_THE_FIRST}
+    with mock.patch.dict(os.environ, as_client):
         core.create_or_get_global_tcp_store()
-    finally:
-        for name in given:
-            del os.environ[name]
-        os.environ.update(kept)
-    # Paddle's own client has a timeout of 900 s. Paddle looks the store up by this name.
-    store = _client_of(addresses)
-    core.create_or_get_global_tcp_store = lambda: store
     _met.append(addresses)
     return addresses
 
 
 def store_of(name: str) -> Any:
     """A client of the store whose keys are shared by clients of the same name only."""
-    store = _client_of(meet())
+    addresses = meet()
+    store = core.TCPStore(addresses.host, addresses.port, False, 1, math.ceil(timeout_s()))
     store.set(server.NAMESPACE.removeprefix("/"), name)
     return store
 
@@ -187,10 +180,6 @@ def _host_and_port(variable: str, text: str) -> tuple[str, int]:
             f"{variable} holds {text!r}, which is not the HOST:PORT of an IPv4 address ({error}): "
             "give the launcher addresses, or add the host's name to /etc/hosts"
         ) from None
-
-
-def _client_of(addresses: Addresses) -> Any:
-    return core.TCPStore(addresses.host, addresses.port, False, 1, math.ceil(timeout_s()))
 
 
 def _start_store(addresses: Addresses, num_ranks: int) -> subprocess.Popen:

@@ -1,16 +1,14 @@
-"""Refusals of the gloo patches for Paddle and of the gloo timeout.
+"""Refusals of the gloo patches for Paddle.
 
 Guarantees: an unknown Paddle version is refused before anything is patched, and a development build
 for GPUs warned of; builds with an accelerator and other backends stay unpatched; every patch has a
-reason; the symbols that set the timeout exist, and a missing one is refused by name.
-multi_card_tests/test_pauses.py tests that the timeout takes effect.
+reason.
 """
 
 import paddle
 import pytest
 
 from paddle_vl.parallel import gloo_fleet
-from paddle_vl.parallel.gloo_fleet import time_limit
 from paddle_vl.parallel.gloo_fleet.patch import check_version
 
 
@@ -69,17 +67,3 @@ def test_nothing_is_done_with_another_backend(monkeypatch):
 def test_every_patch_says_why():
     for patch in gloo_fleet.PATCHES:
         assert patch.reason
-
-
-def test_paddles_library_exports_the_symbols_of_the_timeout():
-    assert all(time_limit.check_library())
-
-
-def test_a_missing_symbol_of_the_timeout_is_named(monkeypatch):
-    monkeypatch.setattr(time_limit, "_SET_TIMEOUT", "_ZN4gloo7Context10setSecondsEv")
-    time_limit.check_library.cache_clear()
-    try:
-        with pytest.raises(RuntimeError, match=r"paddlepaddle 3.*: _ZN4gloo7Context10setSeconds"):
-            time_limit.check_library()
-    finally:
-        time_limit.check_library.cache_clear()

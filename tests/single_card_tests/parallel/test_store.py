@@ -1,10 +1,11 @@
 """The store of a run, in its own process.
 
 Guarantees: Paddle's client reads and writes it, with separate keys per name, and no addition is
-lost; a rank that does not join or has ended is named to those that wait, with the seconds and how
-to continue; ranks may start before the store; a malformed message ends only its connection; a taken
-port and two ranks with the same number are refused; the store ends with the process that started
-it. The watch over the other ranks runs before, while and after the rendezvous is imported.
+lost; a rank that does not join, does not come to where all meet, or has ended is named to those
+that wait, with the seconds and how to continue; ranks may start before the store; a malformed
+message ends only its connection; a taken port and two ranks with the same number are refused; the
+store ends with the process that started it. The watch over the other ranks runs before, while and
+after the rendezvous is imported.
 """
 
 import contextlib
@@ -58,7 +59,8 @@ def all_join(present: list[Membership]) -> list:
 
 def close(*present: Membership) -> None:
     for one in present:
-        one._socket.close()
+        with contextlib.suppress(OSError):
+            one._socket.shutdown(socket.SHUT_RDWR)
 
 
 def test_paddle_s_client_has_its_store():
@@ -210,24 +212,45 @@ def test_what_is_no_message_ends_its_connection_alone(message):
         assert bytes(store.get("key")) == b"value"
 
 
-def meet(member: Membership, seconds: float, value: str = "a") -> dict:
-    return member.ask({"meet": ["here", [0, 1], value, seconds]}, None)
-
-
 def test_ranks_exchange_values_and_the_store_keeps_none():
     with running_store(2) as (port, _), ThreadPoolExecutor(1) as pool:
         first, second = members(port, 2)
         assert all_join([first, second]) == [None, None]
         for value in ("b", "c"):
-            waiting = pool.submit(meet, first, LONG)
-            assert meet(second, LONG, value)["values"] == {"0": "a", "1": value}
-            assert waiting.result(LONG)["values"] == {"0": "a", "1": value}
-        late = meet(first, 0.1)
-        assert (late["values"], late["last"]) == ({"0": "a"}, {"1": "c"})
-        waiting = pool.submit(meet, first, LONG)
+            waiting = pool.submit(first.meet, "here", [0, 1], "a")
+            answer = second.meet("here", [0, 1], value)
+            assert sorted(answer["values"]) == [[0, "a"], [1, value]]
+            assert waiting.result(LONG)["values"] == answer["values"]
+        late = first.meet("here", [0, 1], "a", 0.1)
+        assert (late["values"], late["missing"], late["last"]) == (
+            [[0, "a"]], [1], [[0, "a"], [1, "c"]]
+        )  # fmt: skip
+        waiting = pool.submit(first.meet, "there", [0, 1])
         close(second)
         assert waiting.result(LONG / 2)["ended"] == [1]
         close(first)
+
+
+@pytest.mark.parametrize("how", ["ends", "fails", "is late"])
+def test_a_rank_that_does_not_come_to_all_others_is_named(how):
+    with running_store(3) as (port, _), ThreadPoolExecutor(2) as pool:
+        present = members(port, 3)
+        assert all_join(present) == [None] * 3
+        arrived = [pool.submit(one.wait_for_all) for one in present[:2]]
+        present[2].wait_for_all()
+        assert [done.result(LONG) for done in arrived] == [None, None]
+        for one in present[:2]:
+            one.seconds = 0.3 if how == "is late" else LONG
+        arrived = [pool.submit(one.wait_for_all) for one in present[:2]]
+        if how == "ends":
+            close(present[2])
+        elif how == "fails":
+            present[2].report_end("failed with ValueError")
+        said = "got no answer from rank 2" if how == "is late" else "rank 2 ended"
+        for rank, done in enumerate(arrived):
+            told = f"rank {rank}: a collective failed: {said}; see the log of rank 2 for the cause"
+            assert str(done.exception(5)).startswith(told)
+        close(*present)
 
 
 def test_it_ends_with_the_process_that_started_it():
