@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from paddle_vl.families.vlm.inputs.processor import Qwen3VLProcessor
     from paddle_vl.generation.config import GenerationConfig
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 if find_spec("paddle") is None:
     raise ImportError(
