@@ -23,7 +23,7 @@ if (instructions := amd_instruction_set()) is not None:
 
 
 # `--hypothesis-profile long`: property tests with other and more inputs.
-settings.register_profile("long", max_examples=2000, deadline=None, database=None, print_blob=True)
+settings.register_profile("long", max_examples=1000, deadline=None, database=None, print_blob=True)
 
 # Every process that a test starts would compile the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
