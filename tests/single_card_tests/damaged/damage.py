@@ -136,6 +136,12 @@ def damaged(draw, seeds: Sequence[bytes], tokens: Sequence[bytes] = (), most: in
     return bytes(data)
 
 
+def cut_off(seeds: Sequence[bytes]) -> Bytes:
+    """The beginning of a file, for libraries that trust what a whole file says."""
+    whole, parts = st.sampled_from(seeds), st.integers(0, 50)
+    return st.builds(lambda seed, part: seed[: len(seed) * part // 50], whole, parts)
+
+
 def texts(whole: Sequence[bytes], tokens: Sequence[bytes] = _TOKENS) -> Bytes:
     """Texts with pieces put in, removed or doubled, or cut short."""
     return damaged(whole, tokens, 3)
@@ -190,6 +196,7 @@ def one_damaged(folder: Path, only: str = "*", *more: Any) -> Files:
         elif kind == ".jsonl":
             contents = json_lines([*map(json.loads, content.splitlines()), *more])
         else:
-            contents = (tensor_files if kind == ".safetensors" else damaged)([content, *more])
+            ways = {".safetensors": tensor_files, ".arrow": cut_off}
+            contents = ways.get(kind, damaged)([content, *more])
         found.append(in_file(str(file.relative_to(folder)), contents))
     return st.one_of(found)

@@ -43,6 +43,7 @@ from paddle_vl.families.vlm.settings import VLDataConfig
 from tests.single_card_tests.damaged.checking import check
 from tests.single_card_tests.damaged.damage import (
     as_json,
+    cut_off,
     damaged,
     in_file,
     json_lines,
@@ -162,7 +163,8 @@ def test_conversations_in_a_container(name, folder):
             assert size <= 1.6 * max(COPY, 200 * file.stat().st_size)
 
     rows = st.lists(mutated(seeds, 1), min_size=1, max_size=3).map(pack)
-    inputs = st.one_of(rows, rows, damaged([file.read_bytes()]))
+    harm = cut_off if name.endswith("parquet") else damaged
+    inputs = st.one_of(rows, rows, harm([file.read_bytes()]))
     if name.startswith("rows.jsonl"):
         compress = zstandard.compress if name.endswith("zst") else gzip.compress
         long = st.sampled_from([b"x", b"\n", b" ", b"[", b'{"messages": []}\n'])
@@ -274,7 +276,7 @@ def test_images(folder):
         (grey.convert("I;16"), "PNG", {}), (rgb, "JPEG", {"exif": exif}),
         (grey, "JPEG", {"progressive": True}), (rgb.convert("CMYK"), "JPEG", {}), (rgb, "BMP", {}),
         (palette, "GIF", {"save_all": True, "append_images": [palette]}), (rgb, "WEBP", {}),
-        (rgb, "TIFF", {"compression": "raw"}), (rgb, "TIFF", {"compression": "tiff_lzw"}),
+        (rgb, "TIFF", {"compression": "raw"}),
         (rgb, "PPM", {}), (rgb, "JPEG2000", {}), (rgb, "ICO", {}),
     ]  # fmt: skip
     seeds, file = [], folder / "picture"
@@ -306,8 +308,7 @@ def test_videos(folder):
         for _ in video.frames(range(0, min(video.num_frames, 50), 2)):
             pass
 
-    inputs = st.one_of(damaged(seeds), damaged(seeds, most=1), st.sampled_from(PLAYLISTS))
-    check(folder, parse, in_file(file.name, inputs))
+    check(folder, parse, in_file(file.name, st.one_of(cut_off(seeds), st.sampled_from(PLAYLISTS))))
 
 
 TIMES = (0, 10**18)

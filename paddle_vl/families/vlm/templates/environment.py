@@ -78,7 +78,7 @@ class SandboxedTemplate:
         self._environment = _Environment(now)
         try:
             self._template = self._environment.from_string(source)
-        except RecursionError as error:
+        except (RecursionError, SyntaxError) as error:  # Of Python, whose code a template becomes.
             raise TemplateLimitError("the template is nested too deep to be compiled") from error
         except ValueError as error:  # A number of more than 4300 digits.
             raise TemplateLimitError(f"a number in it is too long: {error}") from error
@@ -178,8 +178,13 @@ class _Environment(ImmutableSandboxedEnvironment):
     def __init__(self, now: datetime):
         self.progress = _Progress()
         self.has_marks = False
+        # Constants are not computed while a template compiles: long chains take seconds there, and
+        # nothing counts what they do.
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            optimized=False,
+            extensions=[_GenerationTag, loopcontrols],
         )
         self.filters["tojson"] = _to_json
         for name, function in self.filters.items():
