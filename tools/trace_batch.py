@@ -25,10 +25,10 @@ import paddle
 from PIL import Image
 
 import paddle_vl
-from faults.tiny_run import write_tiny_run
 from paddle_vl.config.load import load_run_config
 from paddle_vl.nn.cpu import compiled
 from paddle_vl.train.build import build_trainer
+from signalled_runs import write_tiny_run
 
 PACKAGE = Path(paddle_vl.__file__).parent
 # In every line of the tiny run's data.

@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.runs import SignalledRun
-from faults.tiny_run import NUM_STEPS, write_tiny_run
-from faults.verdict import differences_of_runs
+from signalled_runs import NUM_STEPS, SignalledRun, differences_of_runs, write_tiny_run
 
 pytestmark = pytest.mark.heavy
 # Messages between stages, and collectives.
