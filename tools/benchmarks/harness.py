@@ -263,7 +263,6 @@ def launch(
     num_ranks: int = 1,
     /,
     threads: int = 1,
-    package: Path = ROOT,
     **arguments: Any,
 ) -> list[dict[str, Any]]:
     """Call a module-level function of a benchmark on ranks of their own.
@@ -271,7 +270,6 @@ def launch(
     Args:
         folder: for arguments, results and logs; emptied before.
         threads: of a rank, while its libraries are loaded.
-        package: checkout whose paddle_vl is used.
         arguments: of the function; paths become strings.
 
     Returns:
@@ -289,7 +287,7 @@ def launch(
     launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", str(num_ranks)]
     launcher = [*launcher, "--log_dir", str(folder / "log")] if num_ranks > 1 else []
     environment = {name: value for name, value in os.environ.items() if name[:7] != "PADDLE_"}
-    environment |= {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(package)}
+    environment |= {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
     script = Path(inspect.getfile(function)).stem
     done = subprocess.run(
         [sys.executable, *launcher, _HERE, script, function.__name__, str(folder)],

@@ -11,7 +11,6 @@ import yaml
 
 import harness
 import step
-import turns
 from paddle_vl.families.pi07.flow import as_tensors
 from paddle_vl.families.pi07.prefix import presence_of
 
@@ -47,10 +46,10 @@ def test_qwen3_vl_has_the_shapes_of_its_reference(digits, tmp_path):
 
 
 def test_a_function_runs_in_a_process_of_its_own(tmp_path):
-    (found,) = harness.launch(turns.resident, tmp_path / "run", name="VmHWM")
-    assert 0 < found < turns.resident("VmHWM")
-    with pytest.raises(RuntimeError, match="has no VmNothing"):
-        harness.launch(turns.resident, tmp_path / "run", name="VmNothing")
+    (found,) = harness.launch(harness.peak_mib, tmp_path / "run")
+    assert 0 < found < harness.peak_mib()
+    with pytest.raises(RuntimeError, match="list index out of range"):
+        harness.launch(harness.quartiles, tmp_path / "run", values=[])
 
 
 def test_ratios_are_those_of_each_round():
