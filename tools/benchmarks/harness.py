@@ -17,7 +17,6 @@ import inspect
 import json
 import os
 import re
-import resource
 import shlex
 import shutil
 import statistics
@@ -323,7 +322,8 @@ def reference(python: str, script: str, *arguments: object, **environment: str) 
 
 def peak_mib() -> float:
     """Peak resident memory of this process."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) / 1024
 
 
 def _worker(script: str, function: str, folder: Path) -> None:

@@ -47,7 +47,8 @@ def test_qwen3_vl_has_the_shapes_of_its_reference(digits, tmp_path):
 
 def test_a_function_runs_in_a_process_of_its_own(tmp_path):
     (found,) = harness.launch(harness.peak_mib, tmp_path / "run")
-    assert 0 < found < harness.peak_mib()
+    # This one has loaded Paddle.
+    assert 0 < found < harness.peak_mib() / 2
     with pytest.raises(RuntimeError, match="list index out of range"):
         harness.launch(harness.quartiles, tmp_path / "run", values=[])
 

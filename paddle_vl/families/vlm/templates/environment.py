@@ -178,14 +178,10 @@ class _Environment(ImmutableSandboxedEnvironment):
     def __init__(self, now: datetime):
         self.progress = _Progress()
         self.has_marks = False
-        # Constants are not computed while a template compiles: long chains take seconds there, and
-        # nothing counts what they do.
         super().__init__(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            optimized=False,
-            extensions=[_GenerationTag, loopcontrols],
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
+        self.optimized = False  # Long chains of constants take seconds, which nothing counts.
         self.filters["tojson"] = _to_json
         for name, function in self.filters.items():
             self.filters[name] = self._counted_filter(name, function)
