@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from check_formats import BOXES, CONTROL_TOKENS, check_rows
 from paddle_vl.data.formats.keys import RowSettings
 from paddle_vl.data.formats.reader import to_canonical
 from paddle_vl.data.jsonl import BadSampleError
 from tests.single_card_tests.data.formats.rows import assert_canonical, chat, shared
+from tests.support.format_rows import BOXES, CONTROL_TOKENS, check_rows
 
 GOLDEN = Path(__file__).parents[3] / "golden/formats"
 FOLDERS = sorted(path.parent for path in GOLDEN.glob("*/expected.jsonl"))

@@ -15,7 +15,6 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from check_formats import CONTROL_TOKENS
 from paddle_vl.cli.main import main
 from paddle_vl.config.row_sources import RowSourceConfig
 from paddle_vl.data.formats.keys import BOX_TOKENS, RowSettings
@@ -27,6 +26,7 @@ from paddle_vl.families.vlm.inputs.open_data import open_conversations
 from paddle_vl.families.vlm.settings import VLDataConfig
 from tests.single_card_tests.families.qwen3_vl import chat_builders
 from tests.single_card_tests.families.qwen3_vl.chat_builders import question, write_jsonl
+from tests.support.format_rows import CONTROL_TOKENS
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "formats"
 FOLDERS = sorted(path.parent.name for path in GOLDEN.glob("*/expected.jsonl"))

@@ -14,10 +14,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from format_cases import check_containers
 from paddle_vl.config.row_sources import RowSourceConfig
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.rows.row_file import open_rows, open_source
+from tests.support.format_cases import check_containers
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "formats" / "containers"
 
@@ -41,6 +41,15 @@ def test_the_check_of_golden_files_finds_differences(tmp_path):
     shutil.copy(tmp_path / "c" / "rows.jsonl", tmp_path / "c" / "bad_empty.jsonl")
     wrong = [name for name, error in check_containers(tmp_path / "c") if error]
     assert wrong == ["rows.json", "bad_empty.jsonl"]
+
+
+def test_a_column_of_json_text_is_read_as_the_rows_it_stands_for(tmp_path):
+    rows = [{"messages": [{"role": role, "content": "a"} for role in ("user", "assistant")]}]
+    table = pa.table({"messages": [json.dumps(row["messages"]) for row in rows]})
+    parquet.write_table(table, tmp_path / "text.parquet")
+    expected = {"rows": rows, "same_rows": ["text.parquet"], "refused": []}
+    (tmp_path / "expected.json").write_text(json.dumps(expected))
+    assert list(check_containers(tmp_path)) == [("text.parquet", None)]
 
 
 def test_values_of_tables_are_those_of_json(tmp_path):

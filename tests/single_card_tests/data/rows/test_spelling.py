@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from format_cases import check_mixtures
 from paddle_vl.data.rows.dataset_info import DatasetInfo
 from paddle_vl.data.rows.spelling import row_sources, strategy_of, weighted
+from tests.support.format_cases import check_mixtures
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "formats" / "mixtures"
 

@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-from check_templates import check_folder
 from paddle_vl.data.jsonl import BadSampleError
 from tests.single_card_tests.families.vlm.templates.template_builders import (
     GOLDEN,
@@ -15,6 +14,7 @@ from tests.single_card_tests.families.vlm.templates.template_builders import (
     row,
     user,
 )
+from tests.support.recorded_templates import check_folder
 
 LISTS = PLAIN.replace("m.content", "(m.content | map(attribute='text') | join)")
 EMPTY_FOR_LISTS = PLAIN.replace("m.content", "(m.content if m.content is string else '')")

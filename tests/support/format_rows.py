@@ -1,19 +1,12 @@
-"""Check rows of other formats against their canonical forms.
-
-    python tools/check_formats.py tests/golden/formats            # all folders in it
-    python tools/check_formats.py tests/golden/formats/sharegpt
+"""Rows of other formats beside their canonical forms.
 
 A folder has `rows.jsonl`, and `expected.jsonl` with a line for each row: `canonical`, for boxes
-with one form per spelling, or `refused`. Prints a line per case, `ok` or the difference, and exits
-with 1 if any differs. Remote media count as refused, since no setting allows them here.
+with one form per spelling, or `refused`. Remote media count as refused, since no setting allows
+them here.
 """
 
-import argparse
 import hashlib
-import importlib
-import importlib.util
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,8 +26,6 @@ CONTROL_TOKENS = tuple(
     ).split()
 )
 BOXES = ("json", "markers")
-# Folders of files and of mixtures, with the function of `format_cases` that checks each.
-OTHERS = {"containers": "check_containers", "mixtures": "check_mixtures"}
 Outcome = tuple[str, str | None]
 
 
@@ -91,35 +82,3 @@ def without_bytes(row: CanonicalRow) -> dict[str, Any]:
             if isinstance(source, bytes):
                 part[part["type"]] = f"sha256:{hashlib.sha256(source).hexdigest()}"
     return row.to_dict()
-
-
-def outcomes(folder: Path) -> Iterator[Outcome]:
-    """The outcomes of a folder of cases, or of all such folders in it."""
-    if folder.name in OTHERS:
-        if importlib.util.find_spec("format_cases") is not None:
-            checks = importlib.import_module("format_cases")
-            yield from getattr(checks, OTHERS[folder.name])(folder)
-    elif (folder / "expected.jsonl").is_file():
-        yield from check_rows(folder)
-    else:
-        for inner in sorted(each for each in folder.iterdir() if each.is_dir()):
-            yield from outcomes(inner)
-
-
-def main() -> int:
-    """Check the folders of the command line; 1 if a case differs or there is none."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR")
-    cases = failed = 0
-    for folder in parser.parse_args().folders:
-        for case, problem in outcomes(folder):
-            print(f"{case}: {problem or 'ok'}")
-            cases, failed = cases + 1, failed + (problem is not None)
-    print(f"{cases - failed} of {cases} cases are equal")
-    return 1 if failed or not cases else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

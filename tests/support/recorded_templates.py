@@ -1,19 +1,14 @@
-"""Compares chat templates with recorded values of HF's `apply_chat_template`.
-
-    python tools/check_templates.py DIR...
+"""Chat templates beside recorded values of HF's `apply_chat_template`.
 
 A folder has `jinja/NAME.jinja` (and `NAME_training.jinja`, the same with generation marks),
 `conversations.json` (messages, tools, kwargs by id), `NAME.jsonl` with the recorded values of each
 conversation, `tokenizer/`, and may have `environment.json` with small templates. Compared are text
 or error, ids, generation prompt, dropped texts, spans of the incremental diff or its refusal, and
 characters and tokens of the generation marks. Templates of `refused_with_lowered_limits` are
-harmless and must be stopped by limits of 1,000. Prints a line for each template and conversation;
-exits with 1 at a difference.
+harmless and must be stopped by limits of 1,000.
 """
 
-import argparse
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
@@ -41,23 +36,6 @@ _TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>"}
 _NOW = datetime(2026, 1, 1)
 # Characters of a text and steps of a rendering, in place of `environment`'s own limits.
 _LIMIT = 1000
-
-
-def main() -> int:
-    """Check the folders of the command line; 1 if anything differs."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR")
-    counts = [0, 0]
-    for folder in parser.parse_args().folders:
-        if not folder.is_dir():
-            parser.error(f"{folder} is no folder")
-        for name, case, problems in check_folder(folder):
-            counts[bool(problems)] += 1
-            print(f"{name} {case}: {'differs in ' + ', '.join(problems) if problems else 'equal'}")
-    print(f"{counts[0]} equal, {counts[1]} different")
-    if not sum(counts):
-        print("nothing was compared: a folder needs conversations.json and NAME.jsonl files")
-    return int(bool(counts[1]) or not sum(counts))
 
 
 def check_folder(folder: Path) -> Iterator[tuple[str, str, list[str]]]:
@@ -184,7 +162,3 @@ def _small(template: str, variables: Mapping[str, Any]) -> dict[str, str]:
 
 def _read(file: Path) -> Any:
     return json.loads(file.read_text(encoding="utf-8"))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
