@@ -52,7 +52,7 @@ def measure(config: str, settings: list[str], steps: int) -> dict[str, float]:
 
     configure_cpu_runtime(1)
     before = harness.peak_mib()
-    trainer = build_trainer(load_run_config(config, settings))
+    trainer: Any = build_trainer(load_run_config(config, settings))
     trainer.output_dir.mkdir(parents=True, exist_ok=True)
     trainer.reporter.open(0, trainer.num_steps)
     found: dict[str, float] = {}

@@ -303,18 +303,14 @@ def launch(
     return [json.loads(path.read_text(encoding="utf-8")) for path in results]
 
 
-def reference(python: str, script: str, *arguments: object, **environment: str) -> Any:
-    """The line of JSON that a script beside this file prints, run by another interpreter.
-
-    Args:
-        environment: variables added to this process's.
+def reference(python: str, *arguments: object) -> Any:
+    """The line of JSON that `references.py` prints, run by another interpreter.
 
     Raises:
         RuntimeError: it failed; has the end of its output.
     """
-    command = [python, str(Path(__file__).with_name(script)), *map(str, arguments)]
-    given = os.environ | environment
-    done = subprocess.run(command, capture_output=True, text=True, env=given)
+    command = [python, str(Path(__file__).with_name("references.py")), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{python} failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])

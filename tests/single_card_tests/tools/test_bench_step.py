@@ -1,7 +1,7 @@
 """The step benchmark trains what the references train, and the harness of all benchmarks.
 
-Guarantees: pi07's parameters and tokens are those of step_opentau.py; Qwen3-VL's batch has the
-shapes that step_hf.py gives to HF transformers; a function runs in a process of its own, whose
+Guarantees: pi07's parameters and tokens are those of OpenTau; Qwen3-VL's batch has the
+shapes that references.py gives to HF transformers; a function runs in a process of its own, whose
 failure is told; ratios are those of each round; tables are put in the right place of a markdown
 file.
 """
@@ -14,7 +14,7 @@ import step
 from paddle_vl.families.pi07.flow import as_tensors
 from paddle_vl.families.pi07.prefix import presence_of
 
-# What step_opentau.py builds. This package leaves out the unused head of OpenTau's expert: 8 tokens
+# What references.py builds. This package leaves out the unused head of OpenTau's expert: 8 tokens
 # of width 128.
 OPENTAU_PARAMETERS, UNUSED_HEAD = 12_824_736, 8 * 128
 OPENTAU_TOKENS = 478
