@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import count, islice
+from itertools import zip_longest
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM
 from typing import Any, NamedTuple
@@ -465,20 +465,18 @@ def plan(
     Args:
         number: how many; None for every kind with every start, and at least 200.
     """
-    left = []
+    turns = []
     for turn, fault in enumerate(faults):
         own = [start for start in fault.starts if start in starts]
         # Kinds begin with different starts.
         turn = turn % len(own) if own else 0
-        left.append((fault, own[turn:] + own[:turn]))
-    pairs = []
-    while any(own for _, own in left):
-        pairs += [(fault, own.pop(0)) for fault, own in left if own]
+        turns.append(own[turn:] + own[:turn])
+    rounds = (zip(faults, each, strict=True) for each in zip_longest(*turns))
+    pairs = [(fault, start) for each in rounds for fault, start in each if start]
     if not pairs:
         return []
     number = max(len(pairs), FEWEST_OF_ALL) if number is None else number
-    rounds = (Planned(fault, start, seed + repeat) for repeat in count() for fault, start in pairs)
-    return list(islice(rounds, number))
+    return [Planned(*pairs[i % len(pairs)], seed + i // len(pairs)) for i in range(number)]
 
 
 def run_campaign(
