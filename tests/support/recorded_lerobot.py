@@ -1,17 +1,11 @@
-"""Check that LeRobot datasets are read as lerobot reads them.
-
-    python tools/check_lerobot.py datasets/*/
+"""LeRobot datasets beside what lerobot returned for them.
 
 Beside a folder NAME lies `NAME.expected.json`: what lerobot returned for every frame, for windows
 of delta timestamps, for a subset of episodes, and its statistics and tasks. Values must be equal to
-the bit; depth in metres may differ by the last bit of lerobot's exponential. Prints a line per
-dataset, and exits with 1 if any differs.
+the bit; depth in metres may differ by the last bit of lerobot's exponential.
 """
 
-import argparse
 import hashlib
-import json
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -105,23 +99,3 @@ def _compared_statistics(found: Mapping[str, Any], wanted: Mapping[str, Any]) ->
 def _short(value: Any) -> str:
     # NumPy prints fewer digits than may differ.
     return str(value.tolist() if isinstance(value, np.ndarray) else value)[:120]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="datasets to check")
-    failed = False
-    for folder in parser.parse_args().folders:
-        file = folder.with_name(f"{folder.name}.expected.json")
-        expected = json.loads(file.read_text(encoding="utf-8"))
-        found = list(differences(folder, expected))
-        failed |= bool(found)
-        told = f"{len(found)} differences, the first: {found[0]}" if found else "ok"
-        print(f"{folder.name}: {len(expected['frames'])} frames: {told}")
-    return int(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
