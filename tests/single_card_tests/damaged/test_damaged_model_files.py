@@ -1,4 +1,4 @@
-"""Models: configurations, tokenizers, weights, adapters, checkpoints.
+"""Models: configurations, tokenizers, weights, adapters.
 
 Guarantees: see `checking.check`; configurations written back are the same.
 """
@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from hypothesis import strategies as st
 
 from paddle_vl.checkpoint.adapter_files import StoredAdapter
-from paddle_vl.checkpoint.manifest import FileSum, Manifest, Piece, check_weights
 from paddle_vl.checkpoint.safetensors_io import (
     TensorToWrite,
     read_checkpoint_headers,
@@ -27,8 +25,6 @@ from paddle_vl.families.vlm.inputs.processor import Qwen3VLProcessor
 from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer
 from paddle_vl.generation.config import GenerationConfig
 from paddle_vl.testing import tiny_pi07_config
-from paddle_vl.train.checkpoint import load_state
-from paddle_vl.train.resume import examine
 from tests.single_card_tests.damaged.checking import check
 from tests.single_card_tests.damaged.damage import as_json, one_damaged
 from tests.single_card_tests.families.qwen3_vl.chat_builders import tiny_processor
@@ -221,30 +217,3 @@ def test_adapter_that_is_merged_with_its_base_model(folder):
             tensor.produce()
 
     check(folder, parse, one_damaged(folder, "adapter_*"), "adapter_", str(folder))
-
-
-def test_manifest_and_state_of_a_checkpoint(folder):
-    state = {"step": 5, "nonfinite_updates": 0, "has_manifest": True, "position": {"epoch": 0}}
-    for name, content in (("config.yaml", {}), ("config.json", {}), ("trainer_state.json", state)):
-        (folder / name).write_bytes(as_json(content))
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        content = write_tensors(folder / name, {"a": (2,)})
-    sums = {
-        path.name: FileSum(path.stat().st_size, xxhash.xxh3_128_hexdigest(path.read_bytes()))
-        for path in folder.iterdir()
-    }
-    sums["model.safetensors"] = FileSum.of(
-        Piece(begin, len(part), xxhash.xxh3_128_hexdigest(part))
-        for begin, part in ((0, content[:20]), (20, content[20:]))
-    )
-    Manifest(5, sums).write(folder)
-
-    def parse() -> None:
-        # Problems are in the returned verdict, not raised.
-        examine(folder)
-        load_state(folder)
-        Manifest.read(folder)
-        check_weights(folder)
-
-    inputs = one_damaged(folder, "manifest.json"), one_damaged(folder, "trainer_state.json")
-    check(folder, parse, st.one_of(inputs), str(folder))
