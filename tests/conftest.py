@@ -7,6 +7,7 @@ from pathlib import Path
 
 import paddle
 import pytest
+from hypothesis import settings
 
 from paddle_vl.compat import amd_instruction_set
 from paddle_vl.nn.operations import choose_kernels, chosen_kernels, set_compiled
@@ -20,6 +21,9 @@ from tests.support.implementations import take_compiled
 if (instructions := amd_instruction_set()) is not None:
     os.environ.setdefault("MKL_DEBUG_CPU_TYPE", instructions)
 
+
+# `--hypothesis-profile long`: property tests with other and more inputs.
+settings.register_profile("long", max_examples=1000, deadline=None, database=None, print_blob=True)
 
 # Every process that a test starts would compile the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -6,7 +6,7 @@ For an even digit "The handwritten digit 4." is preferred to "4", for an odd one
 quickstart's model, which the run starts from, never gives the long form to these questions. 640
 such pairs of training images, and 640 that keep what the other questions are answered (the right
 answer is preferred to a wrong one of its form); two epochs with adapters and an SFT term of 0.5.
-Writes `table.md` and `plot.png`. Without --start the quickstart's model is trained first.
+Writes `table.md`.
 
 Both answers name the digit, and "4" is rejected in every pair that has it: a model that sees no
 image can learn all pairs, so that accuracy and margin prove nothing about images. Two figures do.
@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from benchmarks.harness import Table
 from make_digits_dataset import TEST_IMAGES_PER_DIGIT, make_digits_dataset, read_digits
 
 QUESTIONS = (
@@ -43,7 +44,6 @@ QUESTIONS = (
     "<image>Name the digit in the picture.",
     "Read this handwritten digit: <image>",
 )
-ROOT = Path(__file__).parents[1]
 NUM_PAIRS, NUM_KEPT, PAIRS_OF_STEP, EPOCHS = 640, 640, 16, 2
 STEPS = EPOCHS * (NUM_PAIRS + NUM_KEPT) // PAIRS_OF_STEP
 # The least in percent; the margin in nats times beta.
@@ -127,25 +127,6 @@ def _kept(data: Path, rng: np.random.Generator) -> Iterator[dict[str, Any]]:
 def _question(row: dict[str, Any]) -> str:
     """The last one of a record."""
     return row["messages"][-2]["content"]
-
-
-def train_start(data: Path, folder: Path) -> Path:
-    """The quickstart's model, trained unless it is there."""
-    from paddle_vl.config.load import load_run_config
-    from paddle_vl.train.build import build_trainer
-
-    if not (folder / "final").is_dir():
-        config = load_run_config(
-            str(ROOT / "configs" / "quickstart" / "digits.yaml"),
-            [
-                f"data.train=[{data / 'train.jsonl'}, {data / 'copies.jsonl'}]",
-                f"data.processor={data / 'processor'}",
-                *("data.eval=[]", "train.eval_steps=null", "train.resume_from_checkpoint=none"),
-                f"train.output_dir={folder}",
-            ],
-        )
-        build_trainer(config).run()
-    return folder / "final"
 
 
 def learn(pairs: Path, start: Path, out: Path, seed: int, options: argparse.Namespace) -> None:
@@ -245,36 +226,10 @@ def missed(figures: dict[str, float]) -> list[str]:
     return below + ["lost"] * (not figures["lost"] <= MOST_LOST)
 
 
-def write_table(runs: dict[str, dict[str, float]], file: Path) -> None:
-    """A row of figures for each run, in Markdown."""
-    names = list(next(iter(runs.values())))
-    lines = ["| " + " | ".join(["", *names]) + " |", "| --- |" + " ---: |" * len(names)]
-    for run, figures in runs.items():
-        cells = [f"{figures[name]:.2f}" if name in figures else "" for name in names]
-        lines.append("| " + " | ".join([run, *cells]) + " |")
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def draw(folder: Path, runs: Sequence[str], file: Path) -> None:
-    """Training's margin and log-probabilities over steps, a line for each run."""
-    from paddle_vl.train.reporting.plots import COLOURS, label_axes, new_figure
-
-    figure = new_figure(12, 4)
-    panels = ("rewards/margins", "logps/chosen", "logps/rejected")
-    for axes, key in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        for run, colour in zip(runs, COLOURS, strict=False):
-            lines = [line for line in _records(folder / run / "metrics.jsonl") if key in line]
-            axes.plot([line["step"] for line in lines], [line[key] for line in lines],
-                      color=colour, label=run)  # fmt: skip
-        label_axes(axes, key, "step", "nats times beta" if "margins" in key else "nats")
-        axes.legend(frameon=False, fontsize=8)
-    figure.savefig(file, dpi=120)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("output", type=Path, help="folder for data, runs and results")
-    parser.add_argument("--start", type=Path, help="a model folder (default: train the quickstart)")
+    parser.add_argument("--start", type=Path, required=True, help="the quickstart's model folder")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--full", action="store_true", help="train all weights, not adapters")
     parser.add_argument("--sft", type=float, default=0.5, help="weight of the chosen answers' loss")
@@ -288,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     data, pairs = options.output / "digits", options.output / "pairs"
     make_digits_dataset(data)
     write_pairs(data, pairs)
-    start = options.start or train_start(data, options.output / "start")
+    start = options.start
     kind = ("full" if options.full else "lora") + (f"_sft{options.sft}" if options.sft else "")
     of_start = exact_by_group(
         greedy_answers(start, data / "test.jsonl", options.output / "start_answers.jsonl")
@@ -304,8 +259,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         is_missed |= bool(below)
         shown = "  ".join(f"{name} {value:.2f}" for name, value in figures.items())
         print(f"{out.name}: {shown}{'  MISSED ' + ', '.join(below) if below else ''}", flush=True)
-    draw(options.output, list(runs), options.output / "plot.png")
-    write_table({**runs, "start": of_start}, options.output / "table.md")
+    names = list(next(iter(runs.values())))
+    rows = [
+        [run, *(f"{figures[name]:.2f}" if name in figures else "" for name in names)]
+        for run, figures in {**runs, "start": of_start}.items()
+    ]
+    table = Table("preferences", ["", *names], rows).markdown()
+    (options.output / "table.md").write_text(f"{table}\n", encoding="utf-8")
     return int(is_missed)
 
 

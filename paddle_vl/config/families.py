@@ -149,7 +149,7 @@ def family_of(model_values: dict[str, Any]) -> FamilyEntry:
         known = ", ".join(each for entry in _FAMILIES for each in entry.model_types)
         raise ValueError(
             f"the model type {str(named[0])!r:.100} belongs to no family of this package, which "
-            f"has {known}: check the config.json, or register its family"
+            f"has {known}: correct model.config, or its config.json, or register its family"
         )
     return _FAMILIES[0]
 

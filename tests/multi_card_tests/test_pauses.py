@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.runs import SignalledRun
-from faults.tiny_run import write_tiny_run
+from signalled_runs import SignalledRun, write_tiny_run
 
 pytestmark = pytest.mark.heavy
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from faults.runs import ROOT, SignalledRun
 from paddle_vl.config.load import load_run_config
 from paddle_vl.processes import Failure
 from paddle_vl.train.reporting.run_files import read_starts
 from paddle_vl.train.restarts import degrees_with_fewer_ranks
+from signalled_runs import ROOT, SignalledRun
 from tests.support.topology_runs import train
 
 

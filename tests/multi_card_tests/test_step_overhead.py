@@ -13,6 +13,8 @@ Updates are over flat buckets, as on a GPU.
 """
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,12 +24,12 @@ import paddle.distributed as dist
 import pytest
 
 from paddle_vl.config.load import load_run_config
+from paddle_vl.parallel.recorder import record_collectives
 from paddle_vl.testing import Collective, first_difference, record_host_reads
 from paddle_vl.train.build import build_trainer
-from paddle_vl.train.phases import Phase
+from paddle_vl.train.phases import Phase, PhaseClock
 from tests.support.finished_runs import metrics_of
 from tests.support.launch import launch
-from turns import NO_PHASE, recorded_phases
 
 COLOCATED = "parallel={pp_degree: 2, schedule: colocated}"
 TOPOLOGIES = {
@@ -38,6 +40,34 @@ STEPS, LOGGING_STEPS = 8, 3
 STEADY, LOGGED = (1, 2, 5), (3, 6)
 # Files that read messages between hosts, or that only run on a CPU: not reads of the device.
 HOST_ONLY = ("parallel/ranks.py", "nn/attention_masks.py", "nn/cpu/")
+
+
+NO_PHASE = "no phase"
+
+
+@contextmanager
+def recorded_phases() -> Iterator[Any]:
+    """Record collectives with their phase of a step; outside of phases it is `NO_PHASE`."""
+
+    class NamingClock(PhaseClock):
+        """Tells the recording the phase of the step."""
+
+        def inside(self, name: Phase) -> AbstractContextManager[None]:
+            return self._named(name)
+
+        @contextmanager
+        def _named(self, name: Phase) -> Iterator[None]:
+            around, recording.phase = recording.phase, name.value
+            try:
+                with super().inside(name):
+                    yield
+            finally:
+                recording.phase = around
+
+    with record_collectives() as recording:
+        recording.phase = NO_PHASE
+        with NamingClock().step():
+            yield recording
 
 
 class Turn(NamedTuple):

@@ -13,7 +13,7 @@ import time
 import psutil
 import pytest
 
-from faults.runs import ENDLESS, SignalledRun
+from signalled_runs import ENDLESS, SignalledRun
 
 INT, TERM, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGKILL
 WORKERS = ("data.num_workers=1",)

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 @functools.cache
 def passed(family: str, kernels: str) -> dict[str, str]:
     """The files that a batch passes, each with its first function."""
-    from trace_batch import TEXT, passed_files
+    from draw_architecture import TEXT, passed_files
 
     if kernels == "compiled":
         require_compiled()

@@ -16,7 +16,6 @@ import inspect
 import json
 import os
 import re
-import resource
 import shlex
 import shutil
 import statistics
@@ -262,7 +261,6 @@ def launch(
     num_ranks: int = 1,
     /,
     threads: int = 1,
-    package: Path = ROOT,
     **arguments: Any,
 ) -> list[dict[str, Any]]:
     """Call a module-level function of a benchmark on ranks of their own.
@@ -270,7 +268,6 @@ def launch(
     Args:
         folder: for arguments, results and logs; emptied before.
         threads: of a rank, while its libraries are loaded.
-        package: checkout whose paddle_vl is used.
         arguments: of the function; paths become strings.
 
     Returns:
@@ -288,7 +285,7 @@ def launch(
     launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", str(num_ranks)]
     launcher = [*launcher, "--log_dir", str(folder / "log")] if num_ranks > 1 else []
     environment = {name: value for name, value in os.environ.items() if name[:7] != "PADDLE_"}
-    environment |= {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(package)}
+    environment |= {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
     script = Path(inspect.getfile(function)).stem
     done = subprocess.run(
         [sys.executable, *launcher, _HERE, script, function.__name__, str(folder)],
@@ -305,18 +302,14 @@ def launch(
     return [json.loads(path.read_text(encoding="utf-8")) for path in results]
 
 
-def reference(python: str, script: str, *arguments: object, **environment: str) -> Any:
-    """The line of JSON that a script beside this file prints, run by another interpreter.
-
-    Args:
-        environment: variables added to this process's.
+def reference(python: str, *arguments: object) -> Any:
+    """The line of JSON that `references.py` prints, run by another interpreter.
 
     Raises:
         RuntimeError: it failed; has the end of its output.
     """
-    command = [python, str(Path(__file__).with_name(script)), *map(str, arguments)]
-    given = os.environ | environment
-    done = subprocess.run(command, capture_output=True, text=True, env=given)
+    command = [python, str(Path(__file__).with_name("references.py")), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{python} failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -324,7 +317,8 @@ def reference(python: str, script: str, *arguments: object, **environment: str) 
 
 def peak_mib() -> float:
     """Peak resident memory of this process."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) / 1024
 
 
 def _worker(script: str, function: str, folder: Path) -> None:

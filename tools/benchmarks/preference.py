@@ -8,7 +8,7 @@ process of its own, which reads and decodes the same batch again for every step.
 
 Columns: processor time, and its ratio to fine-tuning in the same round; forward passes, each with
 both answers; patches that the tower encodes; weights, the reference's too; peak memory. PYTHON has
-torch, torchvision and trl; the losses of all steps must be those of `preference_trl.py`.
+torch, torchvision and trl; the losses of all steps must be TRL's.
 """
 
 import argparse
@@ -118,7 +118,7 @@ def compare(options: argparse.Namespace, work: Path) -> Result:
     def run(side: str) -> dict[str, Any]:
         if side == TRL:
             inputs = [work / "base", work / "data" / "preference.jsonl", WARM_UP, options.steps]
-            return harness.reference(options.against, "preference_trl.py", *inputs)
+            return harness.reference(options.against, "trl", *inputs)
         return harness.launch(measure, work / "run", side=side, work=work, steps=options.steps)[0]
 
     sides = [*SIDES, *([TRL] if options.against else [])]

@@ -16,10 +16,9 @@ reported is the processor time to the first token and for every further one.
 
 With settings, `section.name=value`, each round also runs the configuration with them. With
 `--no-compiler` each round also runs as on a machine without a C compiler. With
-`--against PYTHON` each round also runs the same step in the family's reference, with an interpreter
-PYTHON that has torch and transformers, or torch and opentau: `step_hf.py`, `step_opentau.py`. The
-references step on one batch that they keep, so they never wait for data. Ratios are medians over
-rounds.
+`--against PYTHON` each round also runs the same step in the family's reference (`references.py`),
+with an interpreter PYTHON that has torch and transformers, or torch and opentau. The references
+step on one batch that they keep, so they never wait for data. Ratios are medians over rounds.
 """
 
 import argparse
@@ -32,7 +31,7 @@ from typing import Any
 import yaml
 
 import harness
-import step_hf
+import references
 from harness import ROOT, Result, Round, Table
 
 WARM_UP = 3
@@ -43,11 +42,11 @@ CONFIGS = {name: ROOT / f"configs/bench/{name}_step.yaml" for name in WORKLOADS}
 PHASES = {"data wait": "dataload_wait", "forward": "forward", "backward": "bwd",
           "optimizer": "optim_step"}  # fmt: skip
 OURS, NO_COMPILER = "paddle-vl", "paddle-vl, no compiler"
-# Name and script of a family's reference.
+# Name of a family's reference, for people and for `references.py`.
 REFERENCES = {
-    "qwen3_vl": ("HF transformers", "step_hf.py"),
-    "qwen3_5": ("HF transformers", "step_hf.py"),
-    "pi07": ("OpenTau", "step_opentau.py"),
+    "qwen3_vl": ("HF transformers", "hf"),
+    "qwen3_5": ("HF transformers", "hf"),
+    "pi07": ("OpenTau", "opentau"),
 }
 
 
@@ -134,18 +133,14 @@ def measure(
 
 
 def answer_seconds(model: Any, family: str, tokens: int) -> dict[str, float]:
-    """As of `step_hf.py`, on the same kind of prompts."""
-    settings, found = yaml.safe_load(CONFIGS[family].read_text(encoding="utf-8")), {}
-    for size in step_hf.BATCHES:
-        given, runs = step_hf.samples(model.config, settings, size), []
-        for _ in range(4):
-            times = [time.process_time()]
-            for _ in model.stream(**given, max_new_tokens=tokens):
-                times.append(time.process_time())
-            runs.append((times[1] - times[0], (times[-1] - times[1]) / (tokens - 1)))
-        # The first run warms up.
-        found[f"first of {size}"], found[f"next of {size}"] = map(min, zip(*runs[1:], strict=True))
-    return found
+    """As of `references.py`, on the same kind of prompt."""
+    settings, runs = yaml.safe_load(CONFIGS[family].read_text(encoding="utf-8")), []
+    given = references.samples(model.config, settings, 1)
+    for _ in range(4):
+        runs.append([time.process_time()])
+        for _ in model.stream(**given, max_new_tokens=tokens):
+            runs[-1].append(time.process_time())
+    return references.least_of(runs)
 
 
 def matmul_gflops() -> float:
@@ -164,7 +159,7 @@ def matmul_gflops() -> float:
 def compare(options: argparse.Namespace, work: Path) -> Result:
     """Results of all rounds, by side."""
     family = options.family
-    name, script = REFERENCES[family]
+    name, command = REFERENCES[family]
     data = harness.make_data(family, work / "data", *harness.BENCH_DATA[family]).parent
 
     def ours(settings: list[str], compiles: bool = True) -> dict[str, Any]:
@@ -176,7 +171,7 @@ def compare(options: argparse.Namespace, work: Path) -> Result:
         inputs = [CONFIGS[family], *([data / "processor"] if family == "pi07" else [])]
         more = ["--tokens", options.tokens] if options.tokens else []
         return harness.reference(
-            options.against, script, *inputs, options.steps, options.threads, *more
+            options.against, command, *inputs, options.steps, options.threads, *more
         )
 
     runs = {OURS: lambda: ours([])}

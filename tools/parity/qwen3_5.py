@@ -26,24 +26,21 @@ import numpy as np
 import paddle
 
 from paddle_vl import Qwen3_5ForConditionalGeneration
-from paddle_vl.batch.positions import restart_offsets
 from paddle_vl.nn.attention import PackedSamples
 from paddle_vl.nn.delta_rule import gated_delta_rule
 from parity.comparison import CaseReport
 from parity.golden import Qwen35Folders, QwenCase
 from parity.qwen_vl import (
-    POSITION_INPUTS,
     SPREAD,
+    compare_generated,
     compare_gradients,
-    compare_positions,
+    compare_losses,
     compare_routers,
     compare_steps,
-    config_of,
-    host_batch,
+    given_of,
     of_towers,
-    real_tokens,
     train_steps,
-    values_of,
+    unsupported,
 )
 from parity.recording import Recording, array
 
@@ -62,7 +59,7 @@ def run_cases(golden: Qwen35Folders, cases: list[QwenCase], scale: float, dtype:
     """One report per case."""
     for case in cases:
         report = CaseReport(case.name, scale)
-        report.unsupported = _unsupported(golden, case, dtype)
+        report.unsupported = unsupported(golden, case, case.meta["model"], dtype)
         if not report.unsupported:
             folder = golden.models[case.meta["model"]]
             model = Qwen3_5ForConditionalGeneration.from_pretrained(folder, dtype=dtype)
@@ -75,37 +72,14 @@ def run_cases(golden: Qwen35Folders, cases: list[QwenCase], scale: float, dtype:
         yield report
 
 
-def _unsupported(golden: Qwen35Folders, case: QwenCase, dtype: str) -> str:
-    """Why the case cannot run; empty if it can."""
-    name = case.meta["model"]
-    if name not in golden.models:
-        return f"model {name} is in none of the folders; they have {sorted(golden.models)}"
-    unknown = set(case.meta.get("extra_forward_kwargs") or {}) - {"output_router_logits"}
-    if unknown:
-        return f"forward arguments {sorted(unknown)}"
-    if case.kind == "trajectory" and dtype != "float32":
-        # Without float32 masters small updates would be rounded away.
-        return f"dtype {dtype}: the trajectory is for float32"
-    return ""
-
-
 def _run_forward(model, case: QwenCase, report: CaseReport) -> None:
-    tensors, inputs = case.tensors, case.inputs()
-    real_BL = real_tokens(inputs)
-    extra = case.meta.get("extra_forward_kwargs") or {}
-    offsets = tensors.get("in.cu_seqlens")
-    host = host_batch(model, inputs, offsets)
-    report.compared |= {name for name in tensors if name.startswith("in.")}
-    if offsets is not None:
-        inputs = inputs | {"position_ids": tensors["in.position_ids"]}
-        restarts = restart_offsets(tensors["in.position_ids"][0])
-        report.exact("positions", "in.cu_seqlens", restarts)
+    tensors = case.tensors
+    inputs, host, extra, offsets, real_BL = given_of(model, case, report)
 
     def compare(group: str, name: str, found, rows: Any = ..., tolerance=ACTIVATION) -> None:
         if name in tensors:
             report.absolute(group, name, np.asarray(found)[rows], tolerance, tensors[name][rows])
 
-    compare_positions(model, host, inputs, offsets, report)
     for name, value in of_towers(model, inputs):
         compare("tower", name, value)
 
@@ -135,15 +109,11 @@ def _run_forward(model, case: QwenCase, report: CaseReport) -> None:
     name, real_BL = ("logits_last64", real_BL[:, -64:]) if last else ("logits", real_BL)
     wanted = tensors[name][real_BL]
     report.absolute("layers", name, _logits(forced, last)[real_BL], ACTIVATION, wanted)
-    made = (("", output), (", indices carried", carried))
-    for note, each in made:
+    made = {"": output, ", indices carried": carried}
+    for note, each in made.items():
         errors = _logits(each, last)[real_BL] - wanted
         _compare_amplified("logits", f"{name}{note}", errors, report)
-    for note, each in made:
-        report.absolute("loss", f"loss{note}", each.loss.item(), LOSS, tensors["loss"].item())
-    if "aux_loss" in tensors:
-        found = float("nan") if output.aux_loss is None else output.aux_loss.item()
-        report.absolute("loss", "aux_loss", found, LOSS, tensors["aux_loss"].item())
+    compare_losses(made, LOSS, report)
     report.all_compared()
     output.loss.backward()
     compare_gradients(model, case, report, max(GRADIENT, 3 * NOISE.get(case.name, 0.0)))
@@ -226,14 +196,8 @@ class _DecoderRecording(Recording):
 
 
 def _run_generation(model, case: QwenCase, report: CaseReport) -> None:
-    """Greedy tokens, the logits of every step, positions, and the states of every DeltaNet layer.
-
-    The reference decoded with its end token suppressed, so all rows run to the end.
-    """
-    tensors, inputs = case.tensors, case.inputs()
-    report.compared |= {name for name in tensors if name.startswith("in.")}
-    length = tensors["generated"].shape[1]
-    config = config_of(case.folders, case.meta["model"])
+    """Greedy tokens, logits of every step, positions, and states of every DeltaNet layer."""
+    report.compared |= {name for name in case.tensors if name.startswith("in.")}
     logits: list[np.ndarray] = []
     made: list[list] = []
     own_caches = model.new_caches
@@ -248,28 +212,11 @@ def _run_generation(model, case: QwenCase, report: CaseReport) -> None:
         logits.append(step_logits)
 
     model.new_caches = new_caches
-    found = model.generate(
-        **inputs,
-        max_new_tokens=length,
-        min_new_tokens=length,
-        eos_token_id=config["text_config"]["eos_token_id"],
-        on_logits=keep,
-    )
-    report.exact("tokens", "generated", found)
+    compare_generated(model, case, keep, report)
     report.compared.add("step_logits")
-    errors = np.stack(logits, axis=1) - tensors["step_logits"]
+    errors = np.stack(logits, axis=1) - case.tensors["step_logits"]
     _compare_amplified("logits", "step_logits", errors, report)
     _compare_states(made[0], "end", report)
-    position_ids, deltas_B = model.position_ids(*values_of(inputs, POSITION_INPUTS))
-    real_BL = inputs["attention_mask"].astype(bool)
-    wanted = {name: tensors[f"{name}_position_ids"][1:] for name in ("prefill", "decode")}
-    name = "prefill_position_ids"
-    report.exact("positions", name, position_ids[:, real_BL], wanted["prefill"][:, real_BL])
-    report.exact("positions", "rope_deltas", deltas_B, tensors["rope_deltas"].reshape(-1))
-    steps = np.arange(wanted["decode"].shape[-1])
-    decode_BS = (real_BL.sum(axis=1) + deltas_B)[:, None] + steps
-    decode_3BS = np.broadcast_to(decode_BS, (3, *decode_BS.shape))
-    report.exact("positions", "decode_position_ids", decode_3BS, wanted["decode"])
     report.all_compared()
 
 

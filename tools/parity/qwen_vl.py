@@ -10,7 +10,7 @@ a token are compared as a set, sorted by number.
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -34,8 +34,9 @@ ACTIVATION, LOSS, GRADIENT, NOISE_FACTOR = 2e-5, 5e-6, 2e-5, 10
 # Of a trajectory's file: its largest differences under noise, and how it names the optimizer.
 SPREAD = "spread_for_weights_times_1_plus_1e_7_noise"
 _ADAMW = re.compile(
-    r"AdamW lr (\S+) betas \((\S+),(\S+)\) eps (\S+) weight_decay (\S+) on every parameter\b"
-    r".*, clip_grad_norm (\S+)"
+    r"AdamW lr (?P<learning_rate>\S+) betas \((?P<adam_beta1>\S+),(?P<adam_beta2>\S+)\) "
+    r"eps (?P<adam_epsilon>\S+) weight_decay (?P<weight_decay>\S+) on every parameter\b.*, "
+    r"clip_grad_norm (?P<max_grad_norm>\S+)"
 )
 
 
@@ -48,8 +49,7 @@ def run_cases(golden: QwenFolders, cases: list[QwenCase], scale: float, dtype: s
             yield from _run_trajectories(golden, case, scale, dtype)
         else:
             report = CaseReport(case.name, scale, case.tensors)
-            extra = case.meta.get("extra_forward_kwargs") or {}
-            report.unsupported = _unsupported(golden, case.meta["model"], extra)
+            report.unsupported = unsupported(golden, case, case.meta["model"], dtype)
             if not report.unsupported:
                 model = _load(golden, case.meta["model"], dtype)
                 run = _run_generation if case.kind == "generation" else _run_forward
@@ -65,25 +65,25 @@ def _load(golden: QwenFolders, name: str, dtype: str) -> Qwen3VLForConditionalGe
     return Qwen3VLForConditionalGeneration.from_pretrained(golden.models[name], dtype=dtype)
 
 
-def _unsupported(golden: QwenFolders, name: str, arguments: Iterable[str] = ()) -> str:
-    """Reason why this package does not support a model or arguments of its forward; empty if it
-    does."""
+def unsupported(golden: QwenFolders, case: QwenCase, name: str, dtype: str) -> str:
+    """Why the case cannot run with that model; empty if it can."""
     if name not in golden.models:
         return f"model {name} is in none of the folders; they have {sorted(golden.models)}"
-    model_type = config_of(golden, name).get("model_type")
-    if model_type not in ("qwen3_vl", "qwen3_vl_moe"):
+    if not (model_type := str(config_of(golden, name).get("model_type"))).startswith("qwen3"):
         return f"model type {model_type}"
-    unknown = set(arguments) - {"output_router_logits"}
-    return f"forward arguments {sorted(unknown)}" if unknown else ""
+    if unknown := set(case.meta.get("extra_forward_kwargs") or {}) - {"output_router_logits"}:
+        return f"forward arguments {sorted(unknown)}"
+    if case.kind == "trajectory" and dtype != "float32":
+        # Without float32 masters small updates would be rounded away.
+        return f"dtype {dtype}: the trajectory is for float32"
+    return ""
 
 
-def _run_forward(
-    model: Qwen3VLForConditionalGeneration, case: QwenCase, report: CaseReport
-) -> None:
+def given_of(model, case: QwenCase, report: CaseReport) -> tuple[dict, dict, dict, Any, np.ndarray]:
+    """HF's inputs of a case, those of a collator, further arguments, offsets of packed samples, and
+    which tokens are real; compares the positions."""
     tensors, inputs = case.tensors, case.inputs()
-    real_BL = real_tokens(inputs)
-    extra = case.meta.get("extra_forward_kwargs") or {}
-    offsets = tensors.get("in.cu_seqlens")
+    real_BL, offsets = real_tokens(inputs), tensors.get("in.cu_seqlens")
     host = host_batch(model, inputs, offsets)
     report.compared |= {name for name in tensors if name.startswith("in.")}
     if offsets is not None:
@@ -91,13 +91,34 @@ def _run_forward(
         inputs = inputs | {"position_ids": tensors["in.position_ids"]}
         restarts = restart_offsets(tensors["in.position_ids"][0])
         report.exact("positions", "in.cu_seqlens", restarts)
+    compare_positions(model, host, inputs, offsets, report)
+    extra = case.meta.get("extra_forward_kwargs") or {}
+    return inputs, host, extra, offsets, real_BL
+
+
+def compare_losses(made: Mapping[str, Any], tolerance: float, report: CaseReport) -> None:
+    """Compare the losses of outputs, by notes, and the first one's of routers."""
+    tensors = report.golden
+    for note, each in made.items():
+        wanted = tensors["loss"].item()
+        report.absolute("loss", f"loss{note}", each.loss.item(), tolerance, wanted)
+    if "aux_loss" in tensors:
+        own = made[""].aux_loss
+        found = float("nan") if own is None else own.item()
+        report.absolute("loss", "aux_loss", found, tolerance, tensors["aux_loss"].item())
+
+
+def _run_forward(
+    model: Qwen3VLForConditionalGeneration, case: QwenCase, report: CaseReport
+) -> None:
+    tensors = case.tensors
+    inputs, host, extra, _, real_BL = given_of(model, case, report)
 
     def compare(group: str, name: str, found, rows=None) -> None:
         if name in tensors:
             rows = ... if rows is None else rows
             report.absolute(group, name, np.asarray(found)[rows], ACTIVATION, tensors[name][rows])
 
-    compare_positions(model, host, inputs, offsets, report)
     for name, value in of_towers(model, inputs):
         compare("levels" if "deepstack" in name else "tower", name, value)
 
@@ -113,15 +134,11 @@ def _run_forward(
         group = "levels" if is_level else "embeds" if "embeds" in name else "layers"
         compare(group, name, value, None if is_level else real_BL)
     carried = model(**host, **extra)
-    made = (("logits", "", output), ("carried", ", indices carried", carried))
-    for group, note, each in made:
+    made = {"": output, ", indices carried": carried}
+    for group, (note, each) in zip(("logits", "carried"), made.items(), strict=True):
         logits, wanted = array(each.logits)[real_BL], tensors["logits"][real_BL]
         report.absolute(group, f"logits{note}", logits, ACTIVATION, wanted)
-    for _, note, each in made:
-        report.absolute("loss", f"loss{note}", each.loss.item(), LOSS, tensors["loss"].item())
-    if "aux_loss" in tensors:
-        found = float("nan") if output.aux_loss is None else output.aux_loss.item()
-        report.absolute("loss", "aux_loss", found, LOSS, tensors["aux_loss"].item())
+    compare_losses(made, LOSS, report)
     report.all_compared()
     output.loss.backward()
     compare_gradients(model, case, report, GRADIENT)
@@ -230,23 +247,33 @@ def host_batch(model, inputs: dict[str, np.ndarray], offsets: np.ndarray | None)
 def _run_generation(
     model: Qwen3VLForConditionalGeneration, case: QwenCase, report: CaseReport
 ) -> None:
-    """Greedy tokens, the logits of every step and the positions behind them.
+    """Greedy tokens, the logits of every step and the positions behind them."""
+    logits: list[np.ndarray] = []
+    compare_generated(model, case, logits.append, report)
+    report.absolute("logits", "step_logits", np.stack(logits, axis=1), ACTIVATION)
+
+
+def compare_generated(
+    model, case: QwenCase, on_logits: Callable[[np.ndarray], object], report: CaseReport
+) -> None:
+    """Compare greedy tokens and the positions behind them.
 
     The reference decoded with its end token suppressed, so all rows run to the end.
+
+    Args:
+        on_logits: called with the logits of every step.
     """
     tensors, inputs = case.tensors, case.inputs()
     length = tensors["generated"].shape[1]
     config = config_of(case.folders, case.meta["model"])
-    logits: list[np.ndarray] = []
     found = model.generate(
         **inputs,
         max_new_tokens=length,
         min_new_tokens=length,
         eos_token_id=config["text_config"]["eos_token_id"],
-        on_logits=logits.append,
+        on_logits=on_logits,
     )
     report.exact("tokens", "generated", found)
-    report.absolute("logits", "step_logits", np.stack(logits, axis=1), ACTIVATION)
     position_ids, deltas_B = model.position_ids(*values_of(inputs, POSITION_INPUTS))
     real_BL = inputs["attention_mask"].astype(bool)
     wanted = {name: tensors[f"{name}_position_ids"][1:] for name in ("prefill", "decode")}
@@ -264,10 +291,7 @@ def _run_trajectories(golden: QwenFolders, case: QwenCase, scale: float, dtype: 
     batch = golden.case(case.meta["batch_from"]).inputs()
     for name, wanted in case.meta["steps"].items():
         report = CaseReport(f"{case.name}[{name}]", scale)
-        report.unsupported = _unsupported(golden, name)
-        if dtype != "float32":
-            # Without float32 masters small updates would be rounded away.
-            report.unsupported = f"dtype {dtype}: the trajectory is for float32"
+        report.unsupported = unsupported(golden, case, name, dtype)
         if not report.unsupported:
             steps = train_steps(
                 _load(golden, name, dtype), batch, case.meta["optimizer"], len(wanted)
@@ -320,14 +344,5 @@ def training_of(text: str) -> TrainConfig:
     found = _ADAMW.fullmatch(text)
     if found is None:
         raise ValueError(f"optimizer {text!r}: expected the form {_ADAMW.pattern}")
-    rate, beta1, beta2, epsilon, decay, norm = map(float, found.groups())
-    return TrainConfig(
-        output_dir="unused",
-        learning_rate=rate,
-        adam_beta1=beta1,
-        adam_beta2=beta2,
-        adam_epsilon=epsilon,
-        weight_decay=decay,
-        weight_decay_exclude=[],
-        max_grad_norm=norm,
-    )
+    settings: Any = {name: float(value) for name, value in found.groupdict().items()}
+    return TrainConfig(output_dir="unused", weight_decay_exclude=[], **settings)

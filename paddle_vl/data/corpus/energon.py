@@ -108,7 +108,7 @@ def _settings(file: Path, known: tuple[str, ...]) -> dict[str, Any]:
     try:
         is_json = file.suffix == ".json"
         found = read_json_object(file, what) if is_json else yaml.safe_load(read_text(file, what))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise RuntimeError(f"{file} is no YAML ({error}): write it again") from error
     if not isinstance(found, dict):
         raise RuntimeError(f"{file} has a {type(found).__name__}; a mapping is needed")

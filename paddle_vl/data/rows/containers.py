@@ -147,6 +147,6 @@ def _configs(card: Path) -> Sequence[Mapping[str, Any]]:
     match = card.is_file() and _FRONT.match(read_text(card, "the card of a data set"))
     try:
         found = yaml.safe_load(match[1]) if match else None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise RuntimeError(f"{card} does not begin with YAML ({error}): correct it") from error
     return (found.get("configs") if isinstance(found, dict) else None) or ()

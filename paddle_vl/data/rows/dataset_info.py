@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError
@@ -73,8 +73,8 @@ class _Version1(Section):
     path: str
     source: Literal["hf_hub", "ms_hub", "local"] = "hf_hub"
     converter: Literal["alpaca", "sharegpt"] | None = None
-    size: int | None = None
-    weight: float | None = None
+    size: Annotated[int, Field(gt=0, le=10**9)] | None = None
+    weight: Annotated[float, Field(gt=0, le=1e6)] | None = None
     split: str | None = None
     # Rows are read when they are needed in any case.
     streaming: bool = False

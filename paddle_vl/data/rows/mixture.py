@@ -13,6 +13,8 @@ from xxhash import xxh3_64_intdigest
 from paddle_vl.config.row_sources import RowSourceConfig, Strategy
 
 _CHUNK = 1 << 16
+# As many as a source may give.
+_MOST_DRAWS = 10**9
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,9 @@ def interleaved(
 
     Returns:
         `[D]` source, `[D]` place.
+
+    Raises:
+        ValueError: a weight is so small that its source is hardly ever drawn.
     """
     limits = np.asarray(lengths)
     if weights is None:
@@ -141,7 +146,14 @@ def _by_chance(
     """Sources by chance until enough of them are used up, and how often each came before."""
     rng, chunks = np.random.default_rng(seed), []
     seen = np.zeros_like(limits)
-    enough = np.any if strategy == "interleave_under" else np.all
+    enough, end_of = (np.any, min) if strategy == "interleave_under" else (np.all, max)
+    with np.errstate(all="ignore"):
+        draws = end_of(limits * weights.sum() / weights)
+    if not draws <= _MOST_DRAWS:
+        raise ValueError(
+            f"{strategy} with the weights {weights.tolist()} of sources of {limits.tolist()} rows "
+            f"ends after some {draws:.0e} rows, more than {_MOST_DRAWS:.0e}: raise the smallest"
+        )
     while not enough(seen >= limits):
         chunks.append(rng.choice(len(limits), size=_CHUNK, p=weights / weights.sum()))
         seen += np.bincount(chunks[-1], minlength=len(limits))
@@ -152,5 +164,5 @@ def _by_chance(
         at = np.flatnonzero(source_D == number)
         place_D[at] = np.arange(len(at))
         ends.append(at[limit - 1] + 1 if len(at) >= limit else len(source_D))
-    end = min(ends) if strategy == "interleave_under" else max(ends)
+    end = end_of(ends)
     return source_D[:end], place_D[:end]

@@ -62,7 +62,8 @@ def _source(text: str, info: DatasetInfo | None) -> RowSourceConfig:
     if info is not None and name in info.entries:
         source = info.source(name)
         if count:
-            source = source.model_copy(update={"num_samples": None, "ratio": None, **count})
+            own = source.model_dump(exclude={"num_samples", "ratio"}, exclude_unset=True)
+            source = source_config(text, **own, **count)
         return source
     return source_config(text, **_hub(text, name), **count)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import preference
-import preference_trl
+import references
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.train.build import build_trainer
 
@@ -44,7 +44,7 @@ def test_a_pair_has_the_rows_of_fine_tuning_and_their_image_once(side, work):
 
 
 def test_trl_has_the_same_tokens(work):
-    (row,) = preference_trl.rows(work / "data" / "preference.jsonl")
+    (row,) = references.rows(work / "data" / "preference.jsonl")
     processor = VLProcessor.from_pretrained(work / "base")
     pads = "<|image_pad|>" * 256
     texts = [row["prompt"].replace("<|image_pad|>", pads) + row[key]

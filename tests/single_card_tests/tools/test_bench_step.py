@@ -1,7 +1,7 @@
 """The step benchmark trains what the references train, and the harness of all benchmarks.
 
-Guarantees: pi07's parameters and tokens are those of step_opentau.py; Qwen3-VL's batch has the
-shapes that step_hf.py gives to HF transformers; a function runs in a process of its own, whose
+Guarantees: pi07's parameters and tokens are those of OpenTau; Qwen3-VL's batch has the
+shapes that references.py gives to HF transformers; a function runs in a process of its own, whose
 failure is told; ratios are those of each round; tables are put in the right place of a markdown
 file.
 """
@@ -11,11 +11,10 @@ import yaml
 
 import harness
 import step
-import turns
 from paddle_vl.families.pi07.flow import as_tensors
 from paddle_vl.families.pi07.prefix import presence_of
 
-# What step_opentau.py builds. This package leaves out the unused head of OpenTau's expert: 8 tokens
+# What references.py builds. This package leaves out the unused head of OpenTau's expert: 8 tokens
 # of width 128.
 OPENTAU_PARAMETERS, UNUSED_HEAD = 12_824_736, 8 * 128
 OPENTAU_TOKENS = 478
@@ -47,10 +46,11 @@ def test_qwen3_vl_has_the_shapes_of_its_reference(digits, tmp_path):
 
 
 def test_a_function_runs_in_a_process_of_its_own(tmp_path):
-    (found,) = harness.launch(turns.resident, tmp_path / "run", name="VmHWM")
-    assert 0 < found < turns.resident("VmHWM")
-    with pytest.raises(RuntimeError, match="has no VmNothing"):
-        harness.launch(turns.resident, tmp_path / "run", name="VmNothing")
+    (found,) = harness.launch(harness.peak_mib, tmp_path / "run")
+    # This one has loaded Paddle.
+    assert 0 < found < harness.peak_mib() / 2
+    with pytest.raises(RuntimeError, match="list index out of range"):
+        harness.launch(harness.quartiles, tmp_path / "run", values=[])
 
 
 def test_ratios_are_those_of_each_round():

@@ -78,7 +78,7 @@ class SandboxedTemplate:
         self._environment = _Environment(now)
         try:
             self._template = self._environment.from_string(source)
-        except RecursionError as error:
+        except (RecursionError, SyntaxError) as error:  # Of Python, whose code a template becomes.
             raise TemplateLimitError("the template is nested too deep to be compiled") from error
         except ValueError as error:  # A number of more than 4300 digits.
             raise TemplateLimitError(f"a number in it is too long: {error}") from error
@@ -181,6 +181,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
+        self.optimized = False  # Long chains of constants take seconds, which nothing counts.
         self.filters["tojson"] = _to_json
         for name, function in self.filters.items():
             self.filters[name] = self._counted_filter(name, function)

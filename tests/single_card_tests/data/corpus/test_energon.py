@@ -54,6 +54,8 @@ def test_fields_name_members(tmp_path):
         ("[1]", "a mapping is needed"),
         ("field_map: [image]", "field_map is .'image'.; a mapping is needed"),
         ("a: [", "is no YAML"),
+        ("[" * 2000, "is no YAML"),
+        ("a: 2026-99-99", "is no YAML"),
     ],
 )
 def test_descriptions_that_are_not_supported_are_refused(tmp_path, text, reason):

@@ -95,6 +95,11 @@ def test_interleaved_draws_are_rows_of_their_sources():
         ([{"weight": 0.0}, {"weight": 0.0}], "interleave_over", "all weights are 0"),
         ([{"weight": 1.0}, {"weight": 3.0}], "concat", "no use for"),
         ([{"ratio": 0.05}], "concat", "gives no row"),
+        (
+            [{"weight": 1e-9}, {"weight": 1.0}],
+            "interleave_over",
+            r"1e\+10.*raise the smallest",
+        ),
     ],
 )
 def test_mixtures_that_say_nothing_are_refused(settings, strategy, reason):

@@ -43,6 +43,15 @@ def test_the_check_of_golden_files_finds_differences(tmp_path):
     assert wrong == ["rows.json", "bad_empty.jsonl"]
 
 
+def test_a_column_of_json_text_is_read_as_the_rows_it_stands_for(tmp_path):
+    rows = [{"messages": [{"role": role, "content": "a"} for role in ("user", "assistant")]}]
+    table = pa.table({"messages": [json.dumps(row["messages"]) for row in rows]})
+    parquet.write_table(table, tmp_path / "text.parquet")
+    expected = {"rows": rows, "same_rows": ["text.parquet"], "refused": []}
+    (tmp_path / "expected.json").write_text(json.dumps(expected))
+    assert list(check_containers(tmp_path)) == [("text.parquet", None)]
+
+
 def test_values_of_tables_are_those_of_json(tmp_path):
     kinds = pa.struct([("a", pa.string()), ("b", pa.map_(pa.string(), pa.int64()))])
     columns = {

@@ -81,6 +81,8 @@ def test_golden_lists_of_version_1_and_of_swift():
 def test_a_number_beside_a_name_replaces_that_of_the_file(tmp_path):
     known = info(tmp_path, {"a": {"file_name": "a.jsonl", "num_samples": 4}})
     assert [each.num_samples for each in row_sources("a,a#9", known)] == [4, 9]
+    with pytest.raises(ValueError, match="a#1000000000000: .*num_samples"):
+        row_sources("a#1000000000000", known)
     (half,) = row_sources("a%50", known)
     assert (half.num_samples, half.ratio) == (None, 0.5)
 

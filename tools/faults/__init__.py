@@ -1,1 +1,0 @@
-"""Faults injected into real training runs, and their outcomes; see `campaign`."""
