@@ -123,8 +123,8 @@ class FamilyEntry:
         return _loaded(self.capabilities[what])
 
 
-# By capability, of what is given.
 _CANNOT_EXPORT = "models of the family {family} cannot be exported"
+# By capability; the numbers are those of what is given.
 _REFUSALS = {
     "chat": "the model in {0} is of a family that does not answer questions",
     "act": "the model in {0} does not act: give the folder of a robot policy",
