@@ -174,7 +174,7 @@ def greedy_answers(folder: Path, questions: Path, file: Path) -> list[dict[str, 
     from paddle_vl.train.step import ModelRunner
 
     options = EvaluationOptions([str(questions)], 50, max_new_tokens=16, predictions=file)
-    evaluation = family_of_folder(folder).recipe_class().evaluation(folder, options)
+    evaluation = family_of_folder(folder).ask("evaluate", folder, options)
     runner = ModelRunner(evaluation.model, evaluation.loss, evaluation.adapter)
     with evaluation.loader as batches:
         losses = mean_losses(runner, batches)

@@ -33,7 +33,7 @@ def chat(options: argparse.Namespace) -> int:
     else:
         commands.configure_runtime()
         folder, family = commands.family_of_model(options.model, options.base)
-        answers = family.recipe_class().chat(folder, options.base, options.chat_template_kwargs)
+        answers = family.ask("chat", folder, options.base, options.chat_template_kwargs)
     if not hasattr(answers, "answer"):
         raise ValueError(f"{options.model} holds no conversations: give a model that answers")
     _Session(answers, settings, sys.stdout.isatty() and not options.hide_thinking).run()

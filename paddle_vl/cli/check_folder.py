@@ -17,8 +17,10 @@ def check_folder(options: argparse.Namespace) -> int:
 
     folder = model_folder(path_or_download(options.model), verified=False)
     base = base_folder(folder, options.base) if is_adapter(folder) else folder
-    recipe = family_of_folder(base).recipe_class()
-    fits, lines = recipe.check_folder(folder, base, options.engine)
+    family = family_of_folder(base)
+    fits, lines = False, [f"refused: {options.engine} has no models of this family"]
+    if "check_folder" in family.capabilities:
+        fits, lines = family.ask("check_folder", folder, base, options.engine)
     print(f"{folder} for {options.engine}", *lines, sep="\n")
     return 0 if fits else 1
 

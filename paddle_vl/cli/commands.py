@@ -69,7 +69,7 @@ def evaluate(options: argparse.Namespace) -> int:
             print(text)
         return 0
     folder, family = family_of_model(options.model, options.base)
-    evaluation = family.recipe_class().evaluation(folder, settings)
+    evaluation = family.ask("evaluate", folder, settings)
     runner = ModelRunner(evaluation.model, evaluation.loss, evaluation.adapter)
     losses = None
     if evaluation.loader is not None:
@@ -141,7 +141,7 @@ def generate(options: argparse.Namespace) -> int:
     settings = generation_settings(options)
     configure_runtime()
     folder, family = family_of_model(options.model, options.base)
-    chat = family.recipe_class().chat(folder, options.base, options.chat_template_kwargs)
+    chat = family.ask("chat", folder, options.base, options.chat_template_kwargs)
     prompt = options.prompt
     if not any(f"<{kind}>" in prompt for kind in MEDIA_KINDS):
         prompt = "".join(f"<{kind}>" for kind, _ in options.media) + prompt
@@ -232,7 +232,7 @@ def merge(options: argparse.Namespace) -> int:
         raise ValueError(f"{folder} is a full model, not an adapter: there is nothing to merge")
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty: merge into a new folder")
-    base = family.recipe_class().merge_adapter(folder, out, options.base)
+    base = family.ask("merge", folder, out, options.base)
     print(f"{folder} and {base} are one model in {out}")
     return 0
 

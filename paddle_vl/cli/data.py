@@ -37,8 +37,9 @@ def show_data(options: argparse.Namespace) -> int:
 
     options.overrides += _NO_EVALUATION
     config = read_run(options)
-    recipe = family_of_run(config).recipe_class()(config, None)
-    samples = list(recipe.shown_samples(options.eval, options.first, options.samples))
+    family = family_of_run(config)
+    asked = (options.eval, options.first, options.samples)
+    samples = list(family.ask("shown_samples", config, *asked))
     for sample in samples:
         print(as_text(sample, sys.stdout.isatty()))
     if options.page is not None:

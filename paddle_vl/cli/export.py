@@ -20,7 +20,7 @@ def export(options: argparse.Namespace) -> int:
         from paddle_vl.export.onnx_writing import check_packages
 
         check_packages()
-    traced = family.to_export(folder, options.base)
+    traced = family.ask("export", folder, options.base)
     manifest = export_model(traced, folder, out, options.onnx)
     programs = dict(manifest.programs)
     programs |= {program_file("onnx", name): program for name, program in manifest.onnx.items()}

@@ -13,7 +13,7 @@ def precompute_reference(options: argparse.Namespace) -> int:
     from paddle_vl.config.families import family_of_run
 
     config = read_run(options)
-    for path in family_of_run(config).recipe_class().precompute_reference(config):
+    for path in family_of_run(config).ask("precompute_reference", config):
         print(f"the reference's log-probabilities are in {path}")
     return 0
 

@@ -92,8 +92,7 @@ def served_model(options: argparse.Namespace) -> Any:
         processor, vocab = model.processor, model.vocab_size
     else:
         folder, family = family_of_model(options.model, options.base)
-        recipe = family.recipe_class()
-        chat = recipe.chat(folder, options.base, options.chat_template_kwargs, options.dtype)
+        chat = family.ask("chat", folder, options.base, options.chat_template_kwargs, options.dtype)
         model, processor, text = chat.model, chat.processor, chat.model.config.text_config
         vocab, longest = text.vocab_size, text.max_position_embeddings
     bounds = EngineSettings(

@@ -1,11 +1,12 @@
-"""The registry of model families: model types, settings class and recipe of each.
+"""The registry of model families: model types, settings class, recipe and capabilities of each.
 
-Classes are named as "module:Class" and imported on first use, so that reading a run's settings
-loads neither Paddle nor the other families. A family outside of the package registers itself with
-one call of `register_family`.
+Classes and functions are named as "module:name" and imported on first use, so that reading a run's
+settings loads neither Paddle nor the other families, and a command loads what it asks for. A family
+outside of the package registers itself with one call of `register_family`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -55,11 +56,9 @@ class FamilyEntry:
         model_types: values of `model_type` (HF) or `type` (LeRobot) in a config.json of the family.
         settings: "module:Class" of its run settings, a `paddle_vl.config.schema.RunConfig`.
         recipe: "module:Class" of its `paddle_vl.families.base.Family`.
-        exported: "module:Class" that runs its exported programs, see `paddle_vl.export`; None if
-            it has none.
-        exporter: "module:function" that makes a `paddle_vl.export.writing.ModelToExport` of a model
-            folder and the base of its adapters; None if the family cannot be exported.
-        not_exported: why it cannot, for the error.
+        model: "module:Class" of what commands open with `from_pretrained`.
+        capabilities: "module:function" of each that the family has, see `ask`.
+        refusals: what is told where it has none, in place of `_REFUSALS`.
         sizes: how the names of its published sizes begin, in small letters; not needed of the
             first family.
     """
@@ -68,9 +67,9 @@ class FamilyEntry:
     model_types: tuple[str, ...]
     settings: str
     recipe: str
-    exported: str | None = None
-    exporter: str | None = None
-    not_exported: str = ""
+    model: str = ""
+    capabilities: Mapping[str, str] = field(default_factory=dict)
+    refusals: Mapping[str, str] = field(default_factory=dict)
     sizes: tuple[str, ...] = ()
 
     def settings_class(self) -> Any:
@@ -79,29 +78,65 @@ class FamilyEntry:
     def recipe_class(self) -> Any:
         return _loaded(self.recipe)
 
-    def exported_class(self) -> Any:
-        """See `exported`.
+    def model_class(self) -> Any:
+        return _loaded(self.model)
+
+    def ask(self, what: str, *given: Any) -> Any:
+        """What a capability answers, whose function gets this entry and what is given:
+
+        chat(folder, base, template_variables, dtype="float32"): the model of `paddle-vl generate`.
+            Its `stream(messages, images, videos, **settings)` is the answer to the last message in
+            pieces. That of `chat` is `vlm.chat.Answers`.
+        act(folder): a `paddle_vl.families.policy.acting.ActingPolicy`.
+        evaluate(folder, options): model, data and report, a `paddle_vl.families.base.Evaluation`.
+        export(folder, base): a `paddle_vl.export.writing.ModelToExport` of a model folder, or of
+            adapters merged into their base.
+        merge(folder, out, base): the folder of the base, after base and adapters are written as one
+            model folder.
+        check_folder(folder, base, engine): whether an engine serves a folder, or adapters with the
+            folder of their base, as it was trained, and the lines that tell of it.
+        precompute_reference(config): the files with the log-probabilities of a run's reference.
+        synthetic_data(config, folder, num_samples, shapes): the run with as many made-up samples,
+            its files in the folder. The shapes are `cameras`, `image_side` in pixels and
+            `answer_tokens`, as far as they are given.
+        cameras(config, num_cameras): the run on its own data with that many cameras.
+        shown_samples(config, of_eval, first, count): `paddle_vl.data.shown_sample.ShownSample`s of
+            data.train, or of data.eval, from a number on.
+        questions(recipe, model, collator): those of the evaluation data that a run answers, with
+            the methods of `paddle_vl.families.vlm.questions.VLQuestions`; None without train.eval.
 
         Raises:
-            ValueError: the family has no exported programs.
+            ValueError: the family does not have the capability, or not with these values.
         """
-        return _loaded(self.exported, self._cannot)
+        return self.capability(what, *given)(self, *given)
 
-    def to_export(self, folder: Path, base: str | None) -> Any:
-        """The programs of a model folder, or of adapters merged into their base
-        (`paddle-vl export`).
+    def capability(self, what: str, *given: Any) -> Any:
+        """The function of a capability; or under `exported` the class that runs the family's
+        exported programs, see `paddle_vl.export`.
 
         Raises:
-            ValueError: the family has no programs.
+            ValueError: the family does not have it.
         """
-        return _loaded(self.exporter, self._cannot)(folder, base)
-
-    @property
-    def _cannot(self) -> str:
-        reason = f": {self.not_exported}" if self.not_exported else " yet"
-        return f"models of the family {self.name} cannot be exported{reason}"
+        if what not in self.capabilities:
+            told = self.refusals.get(what) or _REFUSALS.get(what, "a {family} has no " + what)
+            raise ValueError(told.format(*given, family=self.name))
+        return _loaded(self.capabilities[what])
 
 
+_CANNOT_EXPORT = "models of the family {family} cannot be exported"
+# By capability; the numbers are those of what is given.
+_REFUSALS = {
+    "chat": "the model in {0} is of a family that does not answer questions",
+    "act": "the model in {0} does not act: give the folder of a robot policy",
+    "export": f"{_CANNOT_EXPORT} yet",
+    "exported": f"{_CANNOT_EXPORT} yet",
+    "merge": "the model in {0} is of a family without adapters",
+    "precompute_reference": "a {family} does not compare answers: there is no reference",
+    "synthetic_data": "the model's family makes no synthetic data: leave --synthetic out",
+    "cameras": "--cameras {1}: the run's data have the images that they have; --synthetic makes "
+    "samples with that many",
+    "shown_samples": "show-data shows conversations and documents, which this family has not",
+}
 _FAMILIES: list[FamilyEntry] = []
 
 
@@ -206,46 +241,87 @@ def model_values(source: str | Path | dict[str, Any] | None) -> dict[str, Any]:
         return {}
 
 
-def _loaded(path: str | None, absent: str = "") -> Any:
-    if path is None:
-        raise ValueError(absent)
+def _loaded(path: str) -> Any:
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
 
+_VLM = "paddle_vl.families.vlm"
+VLM_CAPABILITIES = {
+    "chat": f"{_VLM}.chat:open_chat",
+    "evaluate": f"{_VLM}.evaluation:build_evaluation",
+    "merge": f"{_VLM}.adapter:merge_with_processor",
+    "check_folder": f"{_VLM}.folder_check:check_folder",
+    "precompute_reference": f"{_VLM}.preference.answers:precompute_reference",
+    "synthetic_data": f"{_VLM}.inputs.synthetic:with_synthetic_data",
+    "shown_samples": f"{_VLM}.shown_samples:shown_samples",
+    "questions": f"{_VLM}.questions:asked_questions",
+}
+_PI07, _PI07_EXPORT = "paddle_vl.families.pi07", "paddle_vl.export.pi07"
+_OF_BOTH_POLICIES = {
+    "evaluate": f"{_PI07}.evaluation:build_evaluation",
+    "export": f"{_PI07_EXPORT}.programs:to_export",
+    "merge": f"{_PI07}.policy:merge_adapter",
+    "synthetic_data": f"{_PI07}.workload:with_synthetic_data",
+    "cameras": f"{_PI07}.workload:with_cameras",
+}
+_ANSWERS_NOTHING = (
+    "{0} is a pi07 policy, which acts and answers no questions: its losses on demonstrations are "
+    "told by `paddle-vl evaluate`, its actions by select_action of "
+    "paddle_vl.PI07LowLevelPolicy.from_pretrained(...), the planner's texts by "
+    "paddle_vl.PI07HighLevelPlanner"
+)
 for _entry in (
     FamilyEntry(
         "Qwen3-VL",
         ("qwen3_vl", "qwen3_vl_moe"),
-        "paddle_vl.families.vlm.settings:VLRun",
+        f"{_VLM}.settings:VLRun",
         "paddle_vl.families.qwen3_vl.recipe:Qwen3VLRecipe",
-        "paddle_vl.export.qwen3_vl.exported:ExportedQwen3VL",
-        "paddle_vl.export.qwen3_vl.programs:to_export",
+        "paddle_vl.families.qwen3_vl.model:Qwen3VLForConditionalGeneration",
+        VLM_CAPABILITIES
+        | {
+            "export": "paddle_vl.export.qwen3_vl.programs:to_export",
+            "exported": "paddle_vl.export.qwen3_vl.exported:ExportedQwen3VL",
+        },
     ),
     FamilyEntry(
         "Qwen3.5",
         ("qwen3_5", "qwen3_5_moe"),
-        "paddle_vl.families.vlm.settings:VLRun",
+        f"{_VLM}.settings:VLRun",
         "paddle_vl.families.qwen3_5.recipe:Qwen3_5Recipe",
-        not_exported="the number of chunks that its states pass through depends on the length of a "
-        "prompt, which a traced program does not know; generate with the model itself",
+        "paddle_vl.families.qwen3_5.model:Qwen3_5ForConditionalGeneration",
+        VLM_CAPABILITIES,
+        {
+            "export": f"{_CANNOT_EXPORT}: the number of chunks that its states pass through "
+            "depends on the length of a prompt, which a traced program does not know; generate "
+            "with the model itself"
+        },
         sizes=("qwen3.5-", "qwen3.6-", "qwen3.8-"),
     ),
     FamilyEntry(
         "pi07 policy",
         ("pi07_low_level",),
-        "paddle_vl.families.pi07.settings:PI07Run",
-        "paddle_vl.families.pi07.recipe:PI07Recipe",
-        "paddle_vl.export.pi07.exported:ExportedPI07Policy",
-        "paddle_vl.export.pi07.programs:to_export",
+        f"{_PI07}.settings:PI07Run",
+        f"{_PI07}.recipe:PI07Recipe",
+        f"{_PI07}.policy:PI07LowLevelPolicy",
+        _OF_BOTH_POLICIES
+        | {
+            "act": f"{_PI07}.policy:open_policy",
+            "exported": f"{_PI07_EXPORT}.exported:ExportedPI07Policy",
+        },
+        {"chat": _ANSWERS_NOTHING},
     ),
     FamilyEntry(
         "pi07 planner",
         ("pi07_high_level",),
-        "paddle_vl.families.pi07.settings:PI07Run",
-        "paddle_vl.families.pi07.recipe:PI07PlannerRecipe",
-        "paddle_vl.export.pi07.exported:ExportedPI07Planner",
-        "paddle_vl.export.pi07.programs:to_export",
+        f"{_PI07}.settings:PI07Run",
+        f"{_PI07}.recipe:PI07PlannerRecipe",
+        f"{_PI07}.planner:PI07HighLevelPlanner",
+        _OF_BOTH_POLICIES | {"exported": f"{_PI07_EXPORT}.exported:ExportedPI07Planner"},
+        {
+            "chat": _ANSWERS_NOTHING,
+            "act": "{0} is a pi07 planner, which does not act: give its policy",
+        },
     ),
 ):
     register_family(_entry)

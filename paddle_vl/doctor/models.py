@@ -79,7 +79,7 @@ def golden_qwen3_vl(machine: Machine, dtype: Dtype = "float32", file: Path = QWE
     weights = {name: array for name, array in parts[""].items() if name not in of_result}
     save_file(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(config, encoding="utf-8")
-    model = family_of_folder(folder).recipe_class().model_class.from_pretrained(folder, dtype)
+    model = family_of_folder(folder).model_class().from_pretrained(folder, dtype)
     output = model(**batch)
     output.loss.backward()
     real = batch["attention_mask"].astype(bool)

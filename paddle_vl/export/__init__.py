@@ -49,4 +49,4 @@ def load(folder: str | Path, runtime: "Runtime" = "paddle", num_threads: int | N
     use_threads(num_threads)
     opened = ExportFolder.open(Path(folder), runtime)
     entry = family_of({"model_type": opened.manifest.model_type})
-    return entry.exported_class()(opened)
+    return entry.capability("exported")(opened)

@@ -1,12 +1,13 @@
-"""Interface of a model family to the trainer, commands, evaluation and profiler.
+"""Interface of a model family to the trainer, and what evaluations measure.
 
-A family is a folder: model, NumPy-only `inputs/`, checkpoint map, pipeline stage, FLOP counter and
-a recipe that implements `Family`. One line of `paddle_vl.config.families` registers it. A family
-does not import the trainer or `paddle_vl.parallel`: what it needs of them is passed in.
+A family is a folder: model, NumPy-only `inputs/`, checkpoint map, pipeline stage, FLOP counter, a
+recipe that implements `Family`, and what commands ask of it. An entry of
+`paddle_vl.config.families` registers it. A family does not import the trainer or
+`paddle_vl.parallel`: what it needs of them is passed in.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -19,7 +20,6 @@ from paddle_vl.config.families import EncoderShape, ModelShape
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.data.samples import Collator, SampleSource
-from paddle_vl.data.shown_sample import ShownSample
 from paddle_vl.families.flops import FlopCounter
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.objective import BatchAdapter, Loss
@@ -187,25 +187,6 @@ def losses_report(losses: MeanLosses) -> list[str]:
     ]
 
 
-@dataclass(frozen=True)
-class SyntheticData:
-    """Synthetic training data for a profile.
-
-    Attributes:
-        num_samples: samples of an epoch.
-        folder: for the generated files.
-        cameras: images of a sample; None for the family's default.
-        image_side: pixels of an image's side; None for the family's default.
-        answer_tokens: tokens of an answer; None for the family's default.
-    """
-
-    num_samples: int
-    folder: Path
-    cameras: int | None = None
-    image_side: int | None = None
-    answer_tokens: int | None = None
-
-
 class Family(ABC):
     """A model family, made for one run: `recipe_class(config, checkpoint)`.
 
@@ -219,13 +200,22 @@ class Family(ABC):
         model_config: configuration of the model.
         shape: decoder sizes, checked against the degrees of parallelism.
         costs: relative costs for dividing the layers over pipeline stages.
-        encoder_shape: sizes of the encoder under the colocated schedule; None without support.
+        item_encoder: makes a model's encoder under the colocated schedule, an `ItemEncoder` of
+            `paddle_vl.parallel.colocated.encoder`; None without support.
+        encoder_shape: sizes of that encoder; None without support.
         pad_to_multiple_of: divides the padded length of every batch; None if parallelism does not
             depend on it.
         fields: optional fields of the data and whether they are present, the same on all ranks.
         sample_kind: word for samples in messages.
         train_data, eval_data: samples; `eval_data` is None without evaluation data.
         loss: see `paddle_vl.nn.objective.Loss`.
+        recompute: what the backward pass computes again; None for `train.recompute`.
+        key_prefix: of checkpoint keys, before the model's own.
+        answers: of a run whose loss compares answers, and needs passes before a step (see
+            `paddle_vl.train.reference`): `reference_values(model)`, the reference's value of each
+            trained parameter on this rank, one at a time, or None without a reference to compute;
+            and `checksum()` of the reference's weights, which a resumed run must have too, called
+            on one rank. None for other losses.
     """
 
     config: RunConfig
@@ -234,6 +224,7 @@ class Family(ABC):
     model_config: Any
     shape: ModelShape
     costs: LayerCosts
+    item_encoder: Callable[[Any], Any] | None = None
     encoder_shape: EncoderShape | None = None
     pad_to_multiple_of: int | None = None
     fields: Mapping[str, bool] = {}
@@ -241,8 +232,9 @@ class Family(ABC):
     train_data: Any
     eval_data: Any
     loss: Loss
-    # Whether the loss needs passes before a step, see `paddle_vl.train.reference`.
-    compares: bool = False
+    recompute: str | None = None
+    key_prefix: str = ""
+    answers: Any = None
 
     @abstractmethod
     def __init__(self, config: RunConfig, checkpoint: Path | None):
@@ -256,57 +248,13 @@ class Family(ABC):
         """
         self.config = config
 
-    @property
-    def recompute(self) -> str:
-        """What the backward pass computes again, as `train.recompute`."""
-        return self.config.train.recompute
-
     @abstractmethod
     def build_model(self, placement: Placement) -> BuiltModel:
         """This rank's shards and layers; `model.materialize()` gives the parameters values."""
 
-    @abstractmethod
     def named_parameters(self, model: Any) -> list[tuple[str, Tensor]]:
         """This rank's parameters by checkpoint key; a fused one under the key of each linear."""
-
-    @abstractmethod
-    def full_shapes(self, model: Any) -> dict[str, tuple[int, ...]]:
-        """Unsharded shape of every parameter of the full model, by checkpoint key."""
-
-    def item_encoder(self, model: Any) -> Any:
-        """The model's encoder under the colocated schedule, an `ItemEncoder` of
-        `paddle_vl.parallel.colocated.encoder`.
-
-        Raises:
-            ValueError: the family does not support the schedule.
-        """
-        raise ValueError(
-            f"{self.config.family} does not support parallel.schedule=colocated: set it to plain"
-        )
-
-    def reference_values(self, model: Any) -> Iterable[tuple[Tensor, Tensor]] | None:
-        """The reference's value of each trained parameter on this rank, one at a time; None for a
-        loss that computes no reference."""
-        return None
-
-    def reference_checksum(self) -> str | None:
-        """Checksum of the reference's weights, which a resumed run must have too. Called on one
-        rank, as it may read them.
-
-        Raises:
-            ValueError: precomputed values are of other weights.
-        """
-        return None
-
-    @classmethod
-    def precompute_reference(cls, config: RunConfig) -> list[Path]:
-        """Write the log-probabilities of a run's reference beside its data (`paddle-vl
-        precompute-reference`); returns the files.
-
-        Raises:
-            ValueError: the run compares no answers with a reference.
-        """
-        raise ValueError(f"a {config.family} does not compare answers: there is no reference")
+        return [(self.key_prefix + key, tensor) for key, tensor in model.hf_named_parameters()]
 
     def trainable_names(self, model: Any) -> Iterable[str] | None:
         """Checkpoint keys that may be trained; None for all."""
@@ -325,119 +273,34 @@ class Family(ABC):
         train = self.config.train
         size = train.per_device_train_batch_size
         return self.loader(
-            self.train_data, collator, size, ranks, shuffle=True, drop_last=True, seed=train.seed
-        )
+            *(self.train_data, collator, ranks, size),
+            num_epochs=None, shuffle=True, drop_last=True, seed=train.seed,
+        )  # fmt: skip
 
     def eval_loaders(self, collator: Collator, ranks: RankInfo) -> Mapping[str, PrefetchLoader]:
         """This rank's batches of the evaluation data, every sample once, by source; under "" for
         data without named sources."""
         assert self.eval_data is not None, "asked for only where there is evaluation data"
-        return {"": self.once(self.eval_data, collator, ranks)}
-
-    def questions(self, model: Any, collator: Collator) -> Any:
-        """Questions of the evaluation data that the run answers, with the methods of
-        `paddle_vl.families.vlm.questions.VLQuestions`; None without train.eval."""
-        return None
-
-    def once(
-        self,
-        samples: SampleSource,
-        collator: Collator,
-        ranks: RankInfo,
-        batch_size: int | None = None,
-    ) -> PrefetchLoader:
-        """This rank's batches of samples for evaluation, every sample once."""
-        settings = {"shuffle": False, "drop_last": False, "num_epochs": 1}
-        size = batch_size or self.config.train.per_device_eval_batch_size
-        return self.loader(samples, collator, size, ranks, **settings)
+        return {"": self.loader(self.eval_data, collator, ranks)}
 
     def loader(
         self,
         samples: SampleSource,
         collator: Collator,
-        batch_size: int,
         ranks: RankInfo,
+        batch_size: int | None = None,
         **settings: Any,
     ) -> PrefetchLoader:
-        """Batches of this rank's shard of the samples, with the run's workers; see
-        `PrefetchLoader` for the settings."""
+        """Batches of this rank's shard of the samples, with the run's workers: every sample once,
+        for evaluation, where the settings of `PrefetchLoader` do not say otherwise."""
+        of_evaluation = {"shuffle": False, "drop_last": False, "num_epochs": 1}
         return PrefetchLoader(
             samples,
             collator,
-            batch_size,
+            batch_size or self.config.train.per_device_eval_batch_size,
             num_workers=self.config.data.num_workers,
             prefetch_batches=self.config.data.prefetch_batches,
             rank=ranks.data_rank,
             size=ranks.data_size,
-            **settings,
-        )
-
-    def shown_samples(self, of_eval: bool, first: int, count: int) -> Iterator[ShownSample]:
-        """Samples of data.train, or of data.eval, from a number on, for `paddle-vl show-data`."""
-        raise ValueError("show-data shows conversations and documents, which this family has not")
-
-    @classmethod
-    @abstractmethod
-    def evaluation(cls, folder: Path, options: EvaluationOptions) -> Evaluation:
-        """Model, data and report of `paddle-vl evaluate`.
-
-        Raises:
-            ValueError: an option that the family does not have, or data that do not fit.
-        """
-
-    @classmethod
-    def chat(
-        cls, folder: Path, base: str | None, template: Mapping[str, Any], dtype: str = "float32"
-    ) -> Any:
-        """The model of `paddle-vl generate`. Its `stream(messages, images, videos, **settings)` is
-        the answer to the last message in pieces. That of `chat` is `vlm.chat.Answers`.
-
-        Raises:
-            ValueError: the family does not answer questions.
-        """
-        raise ValueError(f"the model in {folder} is of a family that does not answer questions")
-
-    @classmethod
-    def acting_policy(cls, folder: Path) -> Any:
-        """The robot policy in a folder, a `paddle_vl.families.policy.acting.ActingPolicy`.
-
-        Raises:
-            ValueError: the family does not act.
-        """
-        raise ValueError(f"the model in {folder} does not act: give the folder of a robot policy")
-
-    @classmethod
-    def merge_adapter(cls, folder: Path, out: Path, base: str | None) -> Path:
-        """Write base and adapter as one model folder (`paddle-vl merge`); returns the base folder.
-
-        Raises:
-            ValueError: the family has no adapters.
-        """
-        raise ValueError(f"the model in {folder} is of a family without adapters")
-
-    @classmethod
-    def check_folder(cls, folder: Path, base: Path, engine: str) -> tuple[bool, list[str]]:
-        """Whether an engine serves a folder, or adapters with the folder of their base, as it was
-        trained, and what `paddle-vl check-folder` tells of it."""
-        return False, [f"refused: {engine} has no models of this family"]
-
-    @classmethod
-    def with_synthetic_data(cls, config: RunConfig, data: SyntheticData) -> RunConfig:
-        """The run with synthetic training data, for `paddle-vl profile --synthetic`.
-
-        Raises:
-            ValueError: the family has no synthetic data, or none of these shapes.
-        """
-        raise ValueError("the model's family makes no synthetic data: leave --synthetic out")
-
-    @classmethod
-    def with_cameras(cls, config: RunConfig, num_cameras: int) -> RunConfig:
-        """The run on its own data with that many cameras, for `paddle-vl profile --cameras`.
-
-        Raises:
-            ValueError: the data of the family decide.
-        """
-        raise ValueError(
-            f"--cameras {num_cameras}: the run's data have the images that they have; "
-            "--synthetic makes samples with that many"
+            **(of_evaluation | settings),
         )

@@ -21,9 +21,9 @@ class Workload:
 
     Attributes:
         is_synthetic: whether samples are synthetic.
-        cameras, image_side, answer_tokens: shapes of synthetic samples, see
-            `paddle_vl.families.base.SyntheticData`; None for the family's defaults. `cameras` is
-            also the number of a policy that trains on its own data.
+        cameras, image_side, answer_tokens: shapes of synthetic samples, see `FamilyEntry.ask`; None
+            for the family's defaults. `cameras` is also the number of a policy that trains on its
+            own data.
     """
 
     is_synthetic: bool = False
@@ -85,22 +85,18 @@ def with_workload(config: RunConfig, workload: Workload, folder: Path) -> RunCon
     Raises:
         ValueError: the run's own data or this family do not support the workload.
     """
-    # Families load Paddle.
-    from paddle_vl.families.base import SyntheticData
-
     shapes = {name: getattr(workload, name) for name in ("cameras", "image_side", "answer_tokens")}
-    family = family_of_run(config).recipe_class()
+    shapes = {name: value for name, value in shapes.items() if value is not None}
+    family = family_of_run(config)
     if not workload.is_synthetic:
         for name in ("image_side", "answer_tokens"):
-            if shapes[name] is not None:
+            if name in shapes:
                 name = name.replace("_", "-")
                 raise ValueError(f"--{name} shapes made-up samples: it needs --synthetic")
-        cameras = workload.cameras
-        return config if cameras is None else family.with_cameras(config, cameras)
+        return family.ask("cameras", config, shapes["cameras"]) if shapes else config
     parallel, train = config.parallel, config.train
     num_samples = _BATCHES * parallel.data_degree * train.per_device_train_batch_size
-    data = SyntheticData(num_samples, folder, **shapes)
-    return family.with_synthetic_data(config, data)
+    return family.ask("synthetic_data", config, folder, num_samples, shapes)
 
 
 def has_policy_settings(config: RunConfig) -> bool:

@@ -45,7 +45,7 @@ def open_policy(folder: Path, runtime: str = "paddle") -> ActingPolicy:
     if runtime != "paddle" or (folder / "export.json").is_file():
         policy = load(folder, runtime)  # pyright: ignore[reportArgumentType]
     else:
-        policy = family_of_folder(folder).recipe_class().acting_policy(folder)
+        policy = family_of_folder(folder).ask("act", folder)
     if not isinstance(policy, ActingPolicy):
         raise ValueError(f"{folder} has the programs of {type(policy).__name__}, which do not act")
     return policy

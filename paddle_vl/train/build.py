@@ -165,7 +165,10 @@ def _build(
         eval_loaders = lane_loaders(make_eval, ranks, topology, idle)
 
     answering = None
-    if has_evaluation and (questions := family.questions(model, built.collator)) is not None:
+    entry, questions = family_of_run(config, checkpoint), None
+    if has_evaluation and "questions" in entry.capabilities:
+        questions = entry.ask("questions", family, model, built.collator)
+    if questions is not None:
         rows = model.placement.ops.row_part.size
         answering = Answering(questions, runner, ranks, topology, config, rows)
 
@@ -200,7 +203,7 @@ def _build(
         None if peak_flops is None else family.flop_counter(model, engine.placed.trained),
         lock,
         built.save_streamed and partial(save_with, built.save_streamed),
-        _reference_checksum(family, ranks),
+        None if family.answers is None else _reference_checksum(family.answers, ranks),
     )
     if trainer.best is not None:
         scores = answering.questions.names if answering else ()
@@ -239,8 +242,10 @@ def placed_model(config: RunConfig, family: Family, placement: Placement) -> Pla
     built = family.build_model(placement)
     model = built.model
     for chain in (model.vision_blocks, model.decoder_layers):
-        recompute_layers(chain[: config.train.recompute_num_layers], family.recompute)
-    full_shapes = family.full_shapes(model)
+        what = family.recompute or config.train.recompute
+        recompute_layers(chain[: config.train.recompute_num_layers], what)
+    whole, prefix = model.whole_shapes(), family.key_prefix
+    full_shapes = {prefix + key: shape for key, shape in whole.items()}
     trainable = family.trainable_names(model)
     trained = trained_names(full_shapes, config.model.freeze, trainable, family.parts)
     decayed = decayed_names(full_shapes, config.train.weight_decay_exclude, family.parts)
@@ -287,7 +292,8 @@ def build_engine(
     placed = placed_model(config, family, layout.placement())
     built, parameters, trained, decayed, factors, frozen = placed
     model = built.model
-    reference_values = family.reference_values(model)
+    answers = family.answers
+    reference_values = None if answers is None else answers.reference_values(model)
     if updates:  # Without them it counts moments that nobody has.
         copies = (config.train.ema is not None) + (reference_values is not None)
         check_memory(needed_memory(config, topology, model, copies))
@@ -309,17 +315,17 @@ def build_engine(
     runner = own_runner = layout.runner(
         model, family.make_stage, ranks, family.loss, built.adapter, family.item_encoder
     )
-    if family.compares:
+    if answers is not None:
         reference = None if reference_values is None else Reference(reference_values, store)
         runner = ComparingRunner(runner, reference, ranks)
     return TrainingEngine(layout, placed, optimizer, runner, own_runner)
 
 
-def _reference_checksum(family: Family, ranks: SingleRank) -> str | None:
+def _reference_checksum(answers: Any, ranks: SingleRank) -> str | None:
     """See `Family`, from rank 0. All ranks raise its error."""
     found = problem = None
     try:
-        found = family.reference_checksum() if ranks.is_main else None
+        found = answers.checksum() if ranks.is_main else None
     except (ValueError, RuntimeError, OSError) as error:
         problem = str(error)
     found, problem = ranks.gathered([found, problem])[0]

@@ -57,7 +57,7 @@ def test_a_small_model_and_its_processor_are_a_checkpoint(made):
 
 
 def test_an_export_of_it_ends_answers_likewise(made, tmp_path):
-    family_of_folder(made).to_export(made, None).save_files(tmp_path)
+    family_of_folder(made).ask("export", made, None).save_files(tmp_path)
     wanted = GenerationConfig.from_pretrained(made)
     assert GenerationConfig.from_pretrained(tmp_path) == wanted
     assert len(wanted.eos_token_ids) == 2

@@ -77,7 +77,8 @@ def prepare(work: str) -> dict[str, Any]:
     (data / "sft.jsonl").write_text("".join(answers), encoding="utf-8")
     (data / "preference.jsonl").write_text(json.dumps(pair) + "\n", encoding="utf-8")
     config = run_config(PREFERENCE, work)
-    return {"files": [*map(str, family_of_run(config).recipe_class().precompute_reference(config))]}
+    files = family_of_run(config).ask("precompute_reference", config)
+    return {"files": [*map(str, files)]}
 
 
 def measure(side: str, work: str, steps: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import paddle.nn.functional as F
 from paddle import Tensor
 from paddle.static import InputSpec
 
-from paddle_vl.config.families import family_of_folder
+from paddle_vl.config.families import FamilyEntry
 from paddle_vl.export.attention import biased_attention, one_block
 from paddle_vl.export.writing import ModelToExport, ProgramToExport, cache_specs, spec
 from paddle_vl.families.pi07.config import PLANNER_TYPE, Gemma3TextConfig, PI07Config
@@ -50,11 +50,9 @@ Given = Mapping[str, Tensor]
 _SAMPLES, _LENGTH, _FRAMES = 2, 6, 2
 
 
-def to_export(folder: Path, base: str | None) -> ModelToExport:
+def to_export(family: FamilyEntry, folder: Path, base: str | None) -> ModelToExport:
     """The programs of a policy's or a planner's folder, or of adapters and their base."""
-    is_planner = PLANNER_TYPE in family_of_folder(folder).model_types
-    kind = PI07HighLevelPlanner if is_planner else PI07LowLevelPolicy
-    policy = kind.from_pretrained(folder, base=base)
+    policy = family.model_class().from_pretrained(folder, base=base)
     if policy.model.adapter is not None:
         policy.model.merge_lora()
     if policy.config.vlm_config.use_gemma3_attention:

@@ -19,6 +19,7 @@ from paddle.static import InputSpec
 
 from paddle_vl.batch.positions import PatchRows
 from paddle_vl.checkpoint.adapter_files import folder_with
+from paddle_vl.config.families import FamilyEntry
 from paddle_vl.export.attention import PaddedSegments, biased_attention, query_blocks
 from paddle_vl.export.qwen3_vl.exported import tower_inputs
 from paddle_vl.export.writing import ModelToExport, ProgramToExport, cache_specs, spec
@@ -182,9 +183,9 @@ def _heads(config: Any) -> tuple[int, int]:
     return config.text_config.num_attention_heads, config.text_config.num_key_value_heads
 
 
-def to_export(folder: Path, base: str | None) -> ModelToExport:
+def to_export(family: FamilyEntry, folder: Path, base: str | None) -> ModelToExport:
     """The programs of a model folder with its processor, or of adapters and their base."""
-    model = Qwen3VLForConditionalGeneration.from_pretrained(folder, base=base)
+    model = family.model_class().from_pretrained(folder, base=base)
     processor = VLProcessor.from_pretrained(folder_with("tokenizer.json", folder, base))
     check_processor_fits(model.config, processor)
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from paddle_vl.checkpoint.reading import ReadableTensor
 from paddle_vl.checkpoint.safetensors_io import encoded, widened
+from paddle_vl.config.families import model_values
 from paddle_vl.families.pi07.config import (
     PLANNER_TYPE,
     Gemma3Config,
@@ -96,6 +97,15 @@ def with_backbone(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         expert = check_mapping(vlm.get("gemma_expert_config"), "gemma_expert_config")
         vlm["gemma_expert_config"] = {name: text[name] for name in _SHARED} | expert
     return values | {"vlm_config": vlm}
+
+
+def base_config(config_class: Any, described: Any, folder: Path | None) -> Any:
+    """Configuration of the policy in a folder; or of one that is described, `model.config`, with
+    the backbone of Gemma 3's folder."""
+    if folder is not None and not Gemma3Config.is_folder(folder):
+        return config_class.from_pretrained(folder)
+    values = model_values(described)
+    return config_class.from_dict(values if folder is None else with_backbone(values, folder))
 
 
 def _check_sizes(found: Gemma3Config, folder: Path) -> None:

@@ -26,8 +26,9 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.checkpoint.reading import chosen_dtype
+from paddle_vl.checkpoint.reading import UnreadParameters, chosen_dtype
 from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, write_file
+from paddle_vl.config.families import FamilyEntry
 from paddle_vl.families.hf_interface import SizedModel, loads_like_hf
 from paddle_vl.families.pi07.checkpoint_map import (
     PolicyCheckpoint,
@@ -428,6 +429,21 @@ class PI07LowLevelPolicy(ActingPolicy, BasePolicy):
     ) -> np.ndarray:
         self.eval()
         return super().select_action(batch, noise)
+
+
+def open_policy(family: FamilyEntry, folder: Path) -> PI07LowLevelPolicy:
+    """The policy in a folder, for acting."""
+    return family.model_class().from_pretrained(folder)
+
+
+def merge_adapter(family: FamilyEntry, folder: Path, out: Path, base: str | None) -> Path:
+    """Write base and adapter as one policy; returns the folder of the base."""
+    policy = family.model_class().from_pretrained(
+        folder, base=base, dtype="auto", materialize=False
+    )
+    unread: Any = UnreadParameters(policy.model)
+    policy.save_pretrained(out, store=unread)
+    return Path(str(policy.model.name_or_path))
 
 
 def check_features(config: PI07Config | PI07PlannerConfig) -> None:

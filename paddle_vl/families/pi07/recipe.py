@@ -11,25 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paddle import Tensor, nn
+from paddle import nn
 
-from paddle_vl.checkpoint.reading import UnreadParameters
-from paddle_vl.config.families import EncoderShape, ModelShape, model_values
+from paddle_vl.config.families import EncoderShape, ModelShape
 from paddle_vl.config.patterns import matching_names
 from paddle_vl.data.loader import PrefetchLoader
-from paddle_vl.families.base import (
-    BuiltModel,
-    Evaluation,
-    EvaluationOptions,
-    Family,
-    SyntheticData,
-    losses_report,
-)
+from paddle_vl.families.base import BuiltModel, Family
 from paddle_vl.families.flops import FlopCounter
 from paddle_vl.families.pi07.checkpoint_map import is_reached
 from paddle_vl.families.pi07.config import Gemma3Config, PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.flops import PI07Flops, layer_costs
-from paddle_vl.families.pi07.gemma import with_backbone
+from paddle_vl.families.pi07.gemma import base_config
 from paddle_vl.families.pi07.objective import (
     PLANNER_LOSSES,
     POLICY_LOSSES,
@@ -91,7 +83,6 @@ class PI07Recipe(Family):
     """A run that trains a pi07 policy on demonstrations."""
 
     config: PI07Run
-    config_class: type[PI07Config] | type[PI07PlannerConfig] = PI07Config
     policy_class: type[BasePolicy] = PI07LowLevelPolicy
     loss: PolicyLoss
     # Of training samples, once these are open.
@@ -101,6 +92,8 @@ class PI07Recipe(Family):
     losses: Mapping[str, str] = POLICY_LOSSES
     parts: Mapping[str, Sequence[str]] = PARTS
     make_stage = PI07Stage
+    item_encoder = PI07Encoder
+    key_prefix = "model."
 
     def __init__(self, config: PI07Run, checkpoint: Path | None):
         self._open(config, checkpoint)
@@ -110,7 +103,7 @@ class PI07Recipe(Family):
         else:
             self.source, held_out = self._robots(mixture).parts()
         self.source.check_history()
-        self._check_fields(self.source)
+        self.check_fields(self.source)
         self.fields = self.source.fields
         flow, seed = flow_draws(self.model_config), config.train.seed
         data = config.data
@@ -146,20 +139,17 @@ class PI07Recipe(Family):
             )
         # Changed by model.policy.
         self.model_config = with_settings(
-            self._base_config(config, self.folder),
+            base_config(self.policy_class.config_class, config.model.config, self.folder),
             config.model.policy,
             "model.config" if self.is_new else str(self.folder),
             has_weights=not self.is_new,
             new_statistics=config.data.statistics is not None,
         )
+        if config.train.recompute == "none" and self.model_config.gradient_checkpointing:
+            self.recompute = "full"
         self.loss = PolicyLoss(self.losses, config.train.loss_weighting)
         self.shape, self.costs = model_shape(self.model_config), layer_costs(self.model_config)
         self.encoder_shape = encoder_shape(self.model_config)
-
-    @property
-    def recompute(self) -> str:
-        what = super().recompute
-        return "full" if what == "none" and self.model_config.gradient_checkpointing else what
 
     def build_model(self, placement: Placement) -> BuiltModel:
         statistics, config = self._statistics(), self.model_config
@@ -203,7 +193,7 @@ class PI07Recipe(Family):
         if data.action_errors or (
             data.action_errors is None and placement.stage_layers.is_full and not is_colocated
         ):
-            measure = self.action_errors(policy, data.action_groups)
+            measure = action_errors(policy, data.action_groups)
         return BuiltModel(
             policy.model,
             adapter,
@@ -225,34 +215,6 @@ class PI07Recipe(Family):
         loader.own_rows = self._adapter().prepared
         return loader
 
-    @classmethod
-    def action_errors(
-        cls, policy: Any, parts: Mapping[str, Sequence[int]] = {}
-    ) -> ActionErrors | None:
-        """Measures a policy's actions; None for a planner.
-
-        Raises:
-            ValueError: `parts`, data.action_groups, name dims that there are not.
-        """
-        if not isinstance(policy, PI07LowLevelPolicy):
-            return None
-        num_dims = policy.config.output_features["actions"].shape[0]
-        beyond = {name: dims for name, dims in parts.items() if not {*dims} <= {*range(num_dims)}}
-        if beyond:
-            raise ValueError(
-                f"data.action_groups has {beyond}, and the actions have dims 0 to {num_dims - 1}"
-            )
-        normalizer = policy.normalizers["unnormalize_outputs"]
-        names = policy.config.dataset_names or [str(i) for i in range(normalizer.num_groups)]
-        predict = partial(predicted_actions, policy.model)
-        return ActionErrors(predict, normalizer, num_dims, names, parts)
-
-    def named_parameters(self, model: nn.Layer) -> list[tuple[str, Tensor]]:
-        return [(f"model.{item.key}", item.parameter) for item in model.stored_parameters()]
-
-    def full_shapes(self, model: nn.Layer) -> dict[str, tuple[int, ...]]:
-        return {f"model.{key}": shape for key, shape in model.whole_shapes().items()}
-
     def trainable_names(self, model: nn.Layer) -> Iterable[str]:
         """Unfrozen parameters that a loss with a non-zero weight reaches."""
         # Names of the full model, since this rank may have only some.
@@ -269,112 +231,13 @@ class PI07Recipe(Family):
             self._check_tower_is_trained([name for name, _ in named], names)
         return names
 
-    def item_encoder(self, model: Any) -> PI07Encoder:
-        return PI07Encoder(model)
-
     def flop_counter(self, model: nn.Layer, trained: Collection[str]) -> FlopCounter:
         sizes = {} if model.adapter is None else model.adapter.sizes
         ranks, losses = {m: size.r for m, size in sizes.items()}, self.loss.trained_terms
         return PI07Flops(model.config, model.label_ids, trained, losses, ranks)
 
     @classmethod
-    def evaluation(cls, folder: Path, options: EvaluationOptions) -> Evaluation:
-        """Losses, and errors of actions, over all samples; nothing is dropped, noise and times are
-        the same every time."""
-        replace(options, base=None).refuse_answer_options(f"{folder} is a pi07 policy")
-        config = cls.config_class.from_pretrained(folder)
-        shapes, files = sample_shapes(config), options.files
-        if folders_among(files):
-            source = RobotDemonstrations(mixture_of(files), shapes, None, config.dataset_names)
-        else:
-            fields = present_fields(files, shapes)
-            source = DemonstrationsDataset(files, shapes, fields, config.dataset_names)
-        cls._check_fields(source)
-        samples = DrawnDemonstrations(source, NO_DROPS, flow_draws(config), EVALUATION_SEED)
-        policy = cls.policy_class.from_pretrained(folder, config=config, base=options.base)
-        check_trainable(policy)
-        collator = PolicyCollator(policy.inputs)
-        loader = PrefetchLoader(
-            samples, collator, options.batch_size, shuffle=False, drop_last=False, num_epochs=1
-        )
-        adapter = PolicyBatchAdapter(partial(first_batch, samples, collator))
-        loss, measure = PolicyLoss(cls.losses), cls.action_errors(policy)
-        return Evaluation(policy.model, loss, adapter, loader, losses_report, measure)
-
-    @classmethod
-    def chat(
-        cls, folder: Path, base: str | None, template: Mapping[str, Any], dtype: str = "float32"
-    ) -> Any:
-        raise ValueError(
-            f"{folder} is a pi07 policy, which acts and answers no questions: its losses on "
-            "demonstrations are told by `paddle-vl evaluate`, its actions by select_action of "
-            "paddle_vl.PI07LowLevelPolicy.from_pretrained(...), the planner's texts by "
-            "paddle_vl.PI07HighLevelPlanner"
-        )
-
-    @classmethod
-    def merge_adapter(cls, folder: Path, out: Path, base: str | None) -> Path:
-        policy = cls.policy_class.from_pretrained(
-            folder, base=base, dtype="auto", materialize=False
-        )
-        unread: Any = UnreadParameters(policy.model)
-        policy.save_pretrained(out, store=unread)
-        return Path(str(policy.model.name_or_path))
-
-    @classmethod
-    def acting_policy(cls, folder: Path) -> PI07LowLevelPolicy:
-        if not issubclass(cls.policy_class, PI07LowLevelPolicy):
-            raise ValueError(f"{folder} is a pi07 planner, which does not act: give its policy")
-        return cls.policy_class.from_pretrained(folder)
-
-    @classmethod
-    def with_synthetic_data(cls, config: PI07Run, data: SyntheticData) -> PI07Run:
-        """Sets `data.synthetic_samples`, and the cameras as `with_cameras`."""
-        for name in ("image_side", "answer_tokens"):
-            if getattr(data, name) is not None:
-                raise ValueError(
-                    f"--{name.replace('_', '-')} shapes made-up conversations; a policy's images "
-                    "and texts have the sizes of its configuration"
-                )
-        values = config.model_dump()
-        values["data"] |= {"train": [], "synthetic_samples": data.num_samples}
-        values["data"]["dataset_mixture"] = None
-        changed = type(config).model_validate(values)
-        if data.cameras is None:
-            return changed
-        # Samples have all cameras, and goal images for those named so.
-        return cls._with_cameras(changed, data.cameras, keeps_names=False)
-
-    @classmethod
-    def with_cameras(cls, config: PI07Run, num_cameras: int) -> PI07Run:
-        """Leaves cameras out, or adds some like the first, which samples may lack: then they are
-        black, as OpenTau's slots without a camera are."""
-        return cls._with_cameras(config, num_cameras, keeps_names=True)
-
-    @classmethod
-    def _with_cameras(cls, config: PI07Run, num_cameras: int, keeps_names: bool) -> PI07Run:
-        values, model = config.model_dump(), config.model
-        given, folder = model.policy.given, model.pretrained
-        base = cls._base_config(config, None if folder is None else Path(folder)).to_dict()
-        features = given.get("input_features") or base["input_features"]
-        seen = _cameras_of(features, num_cameras, keeps_names)
-        values["model"]["policy"]["input_features"] = seen
-        if keeps_names and (added := len(seen.keys() - features.keys())):
-            lacking = given.get("empty_cameras") or base["empty_cameras"]
-            values["model"]["policy"]["empty_cameras"] = lacking + added
-        return type(config).model_validate(values)
-
-    @classmethod
-    def _base_config(cls, config: PI07Run, folder: Path | None) -> PolicyConfig:
-        """Of a checkpoint, or model.config with the backbone of Gemma 3's folder."""
-        if folder is not None and not Gemma3Config.is_folder(folder):
-            return cls.config_class.from_pretrained(folder)
-        values = model_values(config.model.config)
-        values = values if folder is None else with_backbone(values, folder)
-        return cls.config_class.from_dict(values)
-
-    @classmethod
-    def _check_fields(cls, source: DemonstrationSource) -> None:
+    def check_fields(cls, source: DemonstrationSource) -> None:
         """Refuse demonstrations without a needed field."""
         if missing := [name for name in cls.needed_fields if not source.fields[name]]:
             raise ValueError(
@@ -464,7 +327,6 @@ class PI07Recipe(Family):
 class PI07PlannerRecipe(PI07Recipe):
     """A run that trains pi07's planner: demonstrations with memories and subtasks, no actions."""
 
-    config_class = PI07PlannerConfig
     policy_class = PI07HighLevelPlanner
     needed_fields = ("past_memory", "next_memory", "response")
     losses = PLANNER_LOSSES
@@ -501,6 +363,26 @@ def sample_shapes(config: PolicyConfig) -> DemonstrationShapes:
         action_dim=config.output_features["actions"].shape[0],
         history_interval=config.history_interval,
     )
+
+
+def action_errors(policy: Any, parts: Mapping[str, Sequence[int]] = {}) -> ActionErrors | None:
+    """Measures a policy's actions; None for a planner.
+
+    Raises:
+        ValueError: `parts`, data.action_groups, name dims that there are not.
+    """
+    if not isinstance(policy, PI07LowLevelPolicy):
+        return None
+    num_dims = policy.config.output_features["actions"].shape[0]
+    beyond = {name: dims for name, dims in parts.items() if not {*dims} <= {*range(num_dims)}}
+    if beyond:
+        raise ValueError(
+            f"data.action_groups has {beyond}, and the actions have dims 0 to {num_dims - 1}"
+        )
+    normalizer = policy.normalizers["unnormalize_outputs"]
+    names = policy.config.dataset_names or [str(i) for i in range(normalizer.num_groups)]
+    predict = partial(predicted_actions, policy.model)
+    return ActionErrors(predict, normalizer, num_dims, names, parts)
 
 
 def check_trainable(policy: Any) -> None:
@@ -548,22 +430,3 @@ def encoder_shape(config: PolicyConfig) -> EncoderShape:
             "vision_config.intermediate_size": vision.intermediate_size,
         }
     )
-
-
-def _cameras_of(features: Mapping[str, Any], num_cameras: int, keeps_names: bool) -> dict[str, Any]:
-    """Features with that many cameras, all like the first, under their names or `camera0`....
-
-    Raises:
-        ValueError: there is none, or none is wanted.
-    """
-    cameras = [name for name, feature in features.items() if feature["type"] == "VISUAL"]
-    if not cameras or num_cameras < 1:
-        raise ValueError(
-            f"--cameras {num_cameras}: the policy's input_features have {len(cameras)} cameras, "
-            "and at least 1 is needed of both"
-        )
-    numbered = (f"camera{i}" for i in range(num_cameras + len(cameras)))
-    kept = cameras if keeps_names else []
-    names = [*kept, *(name for name in numbered if name not in kept)][:num_cameras]
-    others = {name: feature for name, feature in features.items() if name not in cameras}
-    return {name: features[cameras[0]] for name in names} | others

@@ -6,14 +6,26 @@ from typing import Any
 
 import numpy as np
 
-from paddle_vl.checkpoint.adapter_files import StoredAdapter, base_folder
+from paddle_vl.checkpoint.adapter_files import StoredAdapter, base_folder, folder_with
 from paddle_vl.checkpoint.reading import checkpoint_tensors, chosen_dtype
 from paddle_vl.checkpoint.safetensors_io import StoredTensor
 from paddle_vl.checkpoint.writing import DEFAULT_SHARD_BYTES, write_tensors
+from paddle_vl.config.families import FamilyEntry
 from paddle_vl.families.vlm.config import EMBEDDING_KEY, HEAD_KEY
-from paddle_vl.families.vlm.inputs.processor import generation_settings
+from paddle_vl.families.vlm.inputs.processor import VLProcessor, generation_settings
 
 _HEAD = HEAD_KEY.removesuffix(".weight")
+
+
+def merge_with_processor(family: FamilyEntry, folder: Path, out: Path, base: str | None) -> Path:
+    """`merge_adapter` with the processor's files, which are read first."""
+    model_class = family.model_class()
+    processor = VLProcessor.from_pretrained(
+        folder_with("tokenizer.json", folder, base), model_type=model_class.model_type
+    )
+    used = merge_adapter(model_class, folder, out, base)
+    processor.save_pretrained(out)
+    return used
 
 
 def merge_adapter(

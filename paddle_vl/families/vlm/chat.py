@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from paddle_vl.checkpoint.adapter_files import folder_with
+from paddle_vl.config.families import FamilyEntry
 from paddle_vl.data.media_file import ImageSource
 from paddle_vl.data.video_reader import VideoSource
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
@@ -72,34 +73,32 @@ class Chat(Answers):
         self.model = self.tokens = model
         self.processor = processor
 
-    @classmethod
-    def from_pretrained(
-        cls,
-        model_class: Any,
-        path: str | Path,
-        dtype: str = "float32",
-        base: str | Path | None = None,
-        template_variables: Mapping[str, Any] | None = None,
-    ) -> "Chat":
-        """Load a model folder with its processor files, or an adapter folder and its base.
-
-        Args:
-            model_class: of the family, see `paddle_vl.families.vlm.model`.
-            base: model folder that the adapters belong to; None for the one that their files name.
-            template_variables: see `VLProcessor.from_pretrained`.
-
-        Raises:
-            ValueError, RuntimeError: the folder is neither.
-        """
-        processor = folder_with("tokenizer.json", Path(path), base)
-        return cls(
-            model_class.from_pretrained(path, dtype=dtype, base=base),
-            VLProcessor.from_pretrained(
-                processor,
-                template_variables=template_variables,
-                earlier_reasoning="drop",
-                model_type=model_class.model_type,
-            ),
-        )
-
     stream = Answers.answer
+
+
+def open_chat(
+    family: FamilyEntry,
+    folder: Path,
+    base: str | Path | None,
+    template_variables: Mapping[str, Any],
+    dtype: str = "float32",
+) -> Chat:
+    """A model folder with its processor files, or an adapter folder and its base.
+
+    Args:
+        base: model folder that the adapters belong to; None for the one that their files name.
+        template_variables: see `VLProcessor.from_pretrained`.
+
+    Raises:
+        ValueError, RuntimeError: the folder is neither.
+    """
+    model_class = family.model_class()
+    processor = VLProcessor.from_pretrained(
+        folder_with("tokenizer.json", folder, base),
+        template_variables=template_variables,
+        earlier_reasoning="drop",
+        model_type=model_class.model_type,
+    )
+    chat = Chat(model_class.from_pretrained(folder, dtype=dtype, base=base), processor)
+    chat.more = {"kept": []}
+    return chat

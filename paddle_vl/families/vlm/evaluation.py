@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from paddle_vl.checkpoint.adapter_files import folder_with
+from paddle_vl.config.families import FamilyEntry
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.data.media_file import brief
 from paddle_vl.families.base import Evaluation, EvaluationOptions, MeanLosses
@@ -103,9 +104,7 @@ class Question:
     asked: Asked
 
 
-def build_evaluation(
-    model_class: type[VLForConditionalGeneration], folder: Path, options: EvaluationOptions
-) -> Evaluation:
+def build_evaluation(family: FamilyEntry, folder: Path, options: EvaluationOptions) -> Evaluation:
     """A model with its own processor, and data files or a benchmark in which a bad sample is an
     error. A benchmark has no losses.
 
@@ -116,6 +115,7 @@ def build_evaluation(
         ValueError, RuntimeError: the folder is not a model with its processor, or the data or the
             metrics cannot be used.
     """
+    model_class = family.model_class()
     suite = None if options.suite is None else read_suite(options.suite)
     given = {} if suite is None else suite.model_dump(exclude_defaults=True)
     names = given.get("metrics") or options.metrics or ["exact_match"]

@@ -15,6 +15,7 @@ import paddle
 from paddle_vl.checkpoint.adapter_files import StoredAdapter
 from paddle_vl.checkpoint.reading import ReadableTensor, checkpoint_tensors
 from paddle_vl.checkpoint.safetensors_io import FLOATING
+from paddle_vl.config.families import FamilyEntry
 from paddle_vl.families.vlm.adapter import with_head
 from paddle_vl.families.vlm.config import HEAD_KEY
 from paddle_vl.families.vlm.engines import ENGINES, EngineRules, Finding
@@ -39,9 +40,11 @@ _TURNED = ("qwen3_vl_moe", "published")
 _NAMES_IN_A_LINE = 3
 
 
-def check_folder(model_class: Any, folder: Path, base: Path, engine: str) -> tuple[bool, list[str]]:
-    """See `Family.check_folder`; `model_class` is a `PretrainedVLModel`."""
-    found = list(_found(model_class, folder, base, ENGINES[engine]))
+def check_folder(
+    family: FamilyEntry, folder: Path, base: Path, engine: str
+) -> tuple[bool, list[str]]:
+    """See `FamilyEntry.ask`."""
+    found = list(_found(family.model_class(), folder, base, ENGINES[engine]))
     faults = {kind for kind, _ in found} - {Finding.IGNORED, Finding.NOTE}
     verdict = "does not fit" if faults else "fits"
     if faults == {Finding.UNCHECKED}:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from paddle_vl.config.families import FamilyEntry
 from paddle_vl.data.jsonl import BadSampleError, OnBadSample, sample_at
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.base import RankInfo
@@ -90,7 +91,7 @@ class VLQuestions:
         model: that answers.
         data: of data.eval.
         collator: of training samples.
-        make_loader: `Family.once`.
+        make_loader: `Family.loader`.
     """
 
     def __init__(
@@ -173,6 +174,16 @@ class VLQuestions:
         found = [answer_to(self.questions[number], text) for number, text in texts.items()]
         scores, answered = self._scorer.overall(found)
         return scores, [answer.to_dict() for answer in answered]
+
+
+def asked_questions(
+    family: FamilyEntry, recipe: Any, model: Any, collator: VLCollator
+) -> VLQuestions | None:
+    """Those of a run's data.eval; None without train.eval."""
+    if (settings := recipe.config.train.eval) is None:
+        return None
+    data, processor = recipe.eval_data, recipe.processor
+    return VLQuestions(model, data, processor, settings, collator, recipe.loader)
 
 
 def _asked(rows_B: np.ndarray) -> dict[str, Any]:

@@ -1,15 +1,12 @@
 """A run of a vision-language family: see `paddle_vl.families.base.Family`."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-from paddle import Tensor
-
 from paddle_vl.batch.visual_index import own_indices
-from paddle_vl.checkpoint.adapter_files import folder_with
 from paddle_vl.checkpoint.safetensors_io import FileWriter
 from paddle_vl.config.data_sources import has_sources
 from paddle_vl.config.families import EncoderShape, ModelShape
@@ -18,36 +15,22 @@ from paddle_vl.data.loader import Packing, PrefetchLoader
 from paddle_vl.data.packing import RowBudget
 from paddle_vl.data.sample_lengths import sample_lengths
 from paddle_vl.data.samples import Collator, SampleSource
-from paddle_vl.data.shown_sample import ShownSample
-from paddle_vl.families.base import (
-    BuiltModel,
-    Evaluation,
-    EvaluationOptions,
-    Family,
-    RankInfo,
-    SyntheticData,
-)
+from paddle_vl.families.base import BuiltModel, Family, RankInfo
 from paddle_vl.families.flops import FlopCounter
-from paddle_vl.families.vlm.adapter import merge_adapter
-from paddle_vl.families.vlm.chat import Chat
 from paddle_vl.families.vlm.colocated import (
     ColocatedBatchAdapter,
     ColocatedStage,
     VisualEncoder,
 )
-from paddle_vl.families.vlm.evaluation import build_evaluation
 from paddle_vl.families.vlm.flops import VLFlops
-from paddle_vl.families.vlm.folder_check import check_folder
 from paddle_vl.families.vlm.inputs.collate import PackedCollator, SourcesCollator, VLCollator
 from paddle_vl.families.vlm.inputs.conversation import RowReader
 from paddle_vl.families.vlm.inputs.corpus import Corpus
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.open_data import open_conversations
-from paddle_vl.families.vlm.inputs.preference import PreferenceReader, sides_of
+from paddle_vl.families.vlm.inputs.preference import PreferenceReader
 from paddle_vl.families.vlm.inputs.prepared import PreparedCollator
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
-from paddle_vl.families.vlm.inputs.synthetic import write_conversations
-from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer
 from paddle_vl.families.vlm.model import VLForConditionalGeneration
 from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss, sliced
 from paddle_vl.families.vlm.own_pixels import with_own_pixels, without_pixels
@@ -59,13 +42,11 @@ from paddle_vl.families.vlm.processor_fit import (
     model_collator,
     model_config,
 )
-from paddle_vl.families.vlm.questions import VLQuestions
-from paddle_vl.families.vlm.settings import PARTS, VLRun
-from paddle_vl.families.vlm.shown_samples import shown_sample
+from paddle_vl.families.vlm.settings import PARTS, VLRun, processor_folder
 from paddle_vl.generation.config import GenerationConfig
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.master_weights import ParameterStore
-from paddle_vl.nn.placement import Placement, RegionOps, SingleDevicePlacement
+from paddle_vl.nn.placement import Placement, RegionOps
 
 Model = VLForConditionalGeneration
 
@@ -84,11 +65,12 @@ class VLRecipe(Family):
     config: VLRun
     parts: Mapping[str, Sequence[str]] = PARTS
     make_stage: Callable[[Any, range], Any] = VLStage
+    item_encoder = VisualEncoder
 
     def __init__(self, config: VLRun, checkpoint: Path | None):
         self.config, self.checkpoint = config, checkpoint
         data = config.data
-        folder = _processor_folder(config)
+        folder = processor_folder(config)
         # Settings that replace the processor's own.
         limits = {
             "min_pixels": data.min_pixels,
@@ -140,7 +122,7 @@ class VLRecipe(Family):
         if config.compares_answers:
             train_data = cast(ConversationData, self.train_data)
             self.answers = ComparedAnswers(config, self.model_config, train_data, self._dataset)
-            self.loss, self.compares = self.answers.loss, True
+            self.loss = self.answers.loss
             self.make_stage = self.answers.stages_of(self.make_stage)
 
     def _describe(self) -> None:
@@ -195,15 +177,6 @@ class VLRecipe(Family):
             self.processor.save_pretrained,
         )
 
-    def named_parameters(self, model: Model) -> list[tuple[str, Tensor]]:
-        return list(model.hf_named_parameters())
-
-    def full_shapes(self, model: Model) -> dict[str, tuple[int, ...]]:
-        return model.whole_shapes()
-
-    def item_encoder(self, model: Model) -> VisualEncoder:
-        return VisualEncoder(model)
-
     def trainable_names(self, model: Model) -> Iterable[str] | None:
         return model.adapter_names()
 
@@ -240,12 +213,13 @@ class VLRecipe(Family):
             of_rows = self.answers.collator(collator, is_packed=packing is not None)
         elif packing is not None:
             of_rows = PackedCollator(of_rows)
-        names = () if self.compares else tuple(samples.source_names)
+        names = () if self.answers is not None else tuple(samples.source_names)
         return self.loader(
             self.train_data,
             SourcesCollator(of_rows, names) if names else of_rows,
-            train.per_device_train_batch_size,
             ranks,
+            train.per_device_train_batch_size,
+            num_epochs=None,
             shuffle=True,
             drop_last=packing is None,
             packing=packing,
@@ -291,90 +265,17 @@ class VLRecipe(Family):
     def eval_loaders(self, collator: Collator, ranks: RankInfo) -> Mapping[str, PrefetchLoader]:
         if self.answers is not None:
             own, groups = self.answers.collator(collator), self.answers.groups.items()
-            return {name: self.once(group, own, ranks) for name, group in groups}
+            return {name: self.loader(group, own, ranks) for name, group in groups}
         if self._eval_corpus is None:
             return super().eval_loaders(collator, ranks)
         corpus = self._eval_corpus
-        return {each: self.once(corpus.samples([each]), collator, ranks) for each in corpus.names}
-
-    def questions(self, model: Model, collator: Collator) -> VLQuestions | None:
-        if (settings := self.config.train.eval) is None:
-            return None
-        data, collate = cast(ConversationData, self.eval_data), cast(VLCollator, collator)
-        return VLQuestions(model, data, self.processor, settings, collate, self.once)
-
-    def shown_samples(self, of_eval: bool, first: int, count: int) -> Iterator[ShownSample]:
-        data: Any = self.eval_data if of_eval else self.train_data
-        if isinstance(data, Corpus):
-            data = data.samples()
-        name = "data.eval" if of_eval else "data.train"
-        if data is None:
-            raise ValueError(f"{name} is not set: there is no sample to show")
-        number = len(data)
-        if first >= number:
-            raise ValueError(f"{name} has {number} samples: there is no sample {first} (from 0)")
-        for place in range(first, min(first + count, number)):
-            for side, sample in sides_of(data[place]).items():
-                where = f"{data.place(place)} {side}".rstrip()
-                yield shown_sample(sample, self.processor, where)
-
-    @classmethod
-    def evaluation(cls, folder: Path, options: EvaluationOptions) -> Evaluation:
-        return build_evaluation(cls.model_class, folder, options)
-
-    @classmethod
-    def chat(
-        cls, folder: Path, base: str | None, template: Mapping[str, Any], dtype: str = "float32"
-    ) -> Chat:
-        chat = Chat.from_pretrained(cls.model_class, folder, dtype, base, template)
-        chat.more = {"kept": []}
-        return chat
-
-    @classmethod
-    def merge_adapter(cls, folder: Path, out: Path, base: str | None) -> Path:
-        processor = VLProcessor.from_pretrained(
-            folder_with("tokenizer.json", folder, base), model_type=cls.model_class.model_type
-        )
-        used = merge_adapter(cls.model_class, folder, out, base)
-        processor.save_pretrained(out)
-        return used
-
-    @classmethod
-    def check_folder(cls, folder: Path, base: Path, engine: str) -> tuple[bool, list[str]]:
-        return check_folder(cls.model_class, folder, base, engine)
-
-    @classmethod
-    def with_synthetic_data(cls, config: VLRun, data: SyntheticData) -> VLRun:
-        """Conversations in files; `cameras` are the images of each, one by default."""
-        tokenizer = TextTokenizer.from_file(_processor_folder(config))
-        given = {
-            "num_images": data.cameras,
-            "image_side": data.image_side,
-            "answer_tokens": data.answer_tokens,
-        }
-        given = {name: value for name, value in given.items() if value is not None}
-        file = write_conversations(data.folder / "data", data.num_samples, tokenizer, **given)
-        values = config.model_dump()
-        values["data"]["train"] = [str(file)]
-        return type(config).model_validate(values)
+        return {each: self.loader(corpus.samples([each]), collator, ranks) for each in corpus.names}
 
     @property
     def _weights(self) -> str | Path | None:
         """Folder of the full weights; None for fresh ones. A checkpoint of adapters has none."""
         from_base = self.checkpoint is None or self.config.model.lora is not None
         return self.config.model.pretrained if from_base else self.checkpoint
-
-    def reference_values(self, model: Model) -> Iterator[tuple[Tensor, Tensor]] | None:
-        return None if self.answers is None else self.answers.reference_values(model)
-
-    def reference_checksum(self) -> str | None:
-        return None if self.answers is None else self.answers.checksum()
-
-    @classmethod
-    def precompute_reference(cls, config: VLRun) -> list[Path]:
-        recipe = cls(config.of_reference(), None)
-        assert recipe.answers is not None, "a run without a reference is refused"
-        return recipe.answers.precompute(recipe.build_model(SingleDevicePlacement()))
 
     def _corpus(self, entries: Sequence[Any]) -> "Corpus | None":
         """The sources of a mix; None for plain files of conversations."""
@@ -415,12 +316,6 @@ def encoder_shape(config: Any) -> EncoderShape:
             * vision.spatial_merge_size**2,
         }
     )
-
-
-def _processor_folder(config: VLRun) -> str:
-    folder = config.data.processor or config.model.pretrained
-    assert folder is not None, "refused when the settings were read"
-    return folder
 
 
 def _save(model: Model, folder: Path, write: FileWriter, store: ParameterStore | None) -> None:

@@ -448,3 +448,10 @@ class VLRun(RunConfig):
                 "data.padding_side is left but packed rows are padded on the right: set "
                 "data.padding_side=right or data.packing=false"
             )
+
+
+def processor_folder(config: VLRun) -> str:
+    """The folder of the processor's files."""
+    folder = config.data.processor or config.model.pretrained
+    assert folder is not None, "refused when the settings were read"
+    return folder

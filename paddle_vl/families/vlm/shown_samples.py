@@ -3,18 +3,43 @@
 Shapes: L length, P patches, N frames.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 
+from paddle_vl.config.families import FamilyEntry
 from paddle_vl.data.formats.grounding import boxes_in
 from paddle_vl.data.shown_sample import Run, ShownSample
+from paddle_vl.families.vlm.inputs.corpus import Corpus
 from paddle_vl.families.vlm.inputs.image_processor import VisionProcessor
+from paddle_vl.families.vlm.inputs.preference import sides_of
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.inputs.tokenizer import IGNORED_LABEL, IM_END
+from paddle_vl.families.vlm.settings import VLRun
 
 _MOST_FRAMES = 8
+
+
+def shown_samples(
+    family: FamilyEntry, config: VLRun, of_eval: bool, first: int, count: int
+) -> Iterator[ShownSample]:
+    """Samples of data.train, or of data.eval, from a number on."""
+    recipe = family.recipe_class()(config, None)
+    data: Any = recipe.eval_data if of_eval else recipe.train_data
+    if isinstance(data, Corpus):
+        data = data.samples()
+    name = "data.eval" if of_eval else "data.train"
+    if data is None:
+        raise ValueError(f"{name} is not set: there is no sample to show")
+    number = len(data)
+    if first >= number:
+        raise ValueError(f"{name} has {number} samples: there is no sample {first} (from 0)")
+    for place in range(first, min(first + count, number)):
+        for side, sample in sides_of(data[place]).items():
+            where = f"{data.place(place)} {side}".rstrip()
+            yield shown_sample(sample, recipe.processor, where)
 
 
 def shown_sample(

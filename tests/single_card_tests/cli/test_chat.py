@@ -23,7 +23,7 @@ import pytest
 
 from paddle_vl.cli.chat import _content, _Session
 from paddle_vl.cli.main import main
-from paddle_vl.families.qwen3_vl.recipe import Qwen3VLRecipe
+from paddle_vl.config.families import family_of
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def trained(run_file):
 
 def test_answers_are_those_to_the_whole_conversation(trained, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(trained.parent)
-    chat, a, b = Qwen3VLRecipe.chat(trained / "final", None, {}), "images/0.png", "b c.png"
+    chat, a, b = family_of({}).ask("chat", trained / "final", None, {}), "images/0.png", "b c.png"
     messages, images, wanted = [{"role": "system", "content": "green red"}], [], []
 
     def talk(*lines):

@@ -194,9 +194,8 @@ def test_an_exported_policy_acts_as_the_saved_one(saved_policy, tmp_path, monkey
 
 
 def test_a_model_that_does_not_act_is_refused(run_file):
-    from paddle_vl.families.pi07.recipe import PI07PlannerRecipe
-    from paddle_vl.families.qwen3_vl.recipe import Qwen3VLRecipe
+    from paddle_vl.config.families import family_of
 
-    for recipe, reason in ((PI07PlannerRecipe, "planner"), (Qwen3VLRecipe, "does not act")):
+    for kind, reason in (("pi07_high_level", "planner"), ("qwen3_vl", "does not act")):
         with pytest.raises(ValueError, match=reason):
-            recipe.acting_policy(run_file.parent)
+            family_of({"model_type": kind}).ask("act", run_file.parent)

@@ -12,8 +12,7 @@ import pytest
 from paddle_vl.config.load import load_run_config
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.parallel.ranks import ONE_RANK
-from paddle_vl.train.build import run_family
-from paddle_vl.train.freeze import freeze_parameters, trained_names
+from paddle_vl.train.build import placed_model, run_family
 from tests.single_card_tests.train.tiny_policy_run import PLANNER, write_tiny_policy_run
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.support.counted_products import counted_products
@@ -44,15 +43,12 @@ def prepared(path: Path, *overrides: str):
     """Family, built model, FLOP counter and a batch of one sample."""
     config = load_run_config(path, ["train.per_device_train_batch_size=1", *overrides])
     family = run_family(config)
-    built = family.build_model(SingleDevicePlacement())
-    model = built.model
-    shapes, trainable = family.full_shapes(model), family.trainable_names(model)
-    trained = trained_names(shapes, config.model.freeze, trainable, family.parts)
-    freeze_parameters(family.named_parameters(model), trained, shapes)
+    placed = placed_model(config, family, SingleDevicePlacement())
+    built, model = placed.built, placed.built.model
     model.materialize_all()
     with family.train_loader(built.collator, ONE_RANK) as batches:
         batch = next(iter(batches))
-    return family, built, family.flop_counter(model, trained), batch
+    return family, built, family.flop_counter(model, placed.trained), batch
 
 
 def counted(family, built, batch, monkeypatch) -> tuple[int, int]:

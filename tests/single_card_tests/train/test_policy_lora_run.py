@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from paddle_vl.checkpoint.reading import UnreadParameters
 from paddle_vl.cli.main import main
 from paddle_vl.config.load import load_run_config
-from paddle_vl.families.pi07 import recipe
+from paddle_vl.families.pi07 import policy
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
 from paddle_vl.train.build import build_trainer
 from tests.single_card_tests.train.tiny_policy_run import MODEL, PLANNER, write_tiny_policy_run
@@ -104,7 +104,7 @@ def test_all_that_a_run_leaves_is_the_same_policy(trained, run_file, tmp_path, c
             return value
 
     read: list[int] = []
-    monkeypatch.setattr(recipe, "UnreadParameters", Watched)
+    monkeypatch.setattr(policy, "UnreadParameters", Watched)
     merged, moved = tmp_path / "merged", tmp_path / "base"
     assert main(["merge", str(trained / "checkpoint-4"), str(merged)]) == 0
     assert len({*read}) > 100

@@ -16,11 +16,11 @@ import pytest
 from safetensors.numpy import load_file
 
 import make_demonstrations
+from paddle_vl.config.families import family_of_folder
 from paddle_vl.config.load import load_run_config
 from paddle_vl.families.base import EvaluationOptions
 from paddle_vl.families.pi07.planner import PI07HighLevelPlanner
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
-from paddle_vl.families.pi07.recipe import PI07PlannerRecipe, PI07Recipe
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.evaluate import mean_losses
 from paddle_vl.train.step import ModelRunner
@@ -81,7 +81,8 @@ def test_training_lowers_both_losses_and_the_policy_acts(run_file, tmp_path):
     data = [str(run_file.parent / "arm-joint.jsonl")]
     for batch_size in (8, 3):
         options = EvaluationOptions(data, batch_size)
-        evaluation = PI07Recipe.evaluation(tmp_path / "out" / "final", options)
+        folder = tmp_path / "out" / "final"
+        evaluation = family_of_folder(folder).ask("evaluate", folder, options)
         runner = ModelRunner(evaluation.model, evaluation.loss, evaluation.adapter)
         losses = mean_losses(runner, evaluation.loader)
         assert losses.loss == pytest.approx(found[-1]["eval_loss"], rel=1e-4)
@@ -154,7 +155,7 @@ def test_a_planner_refuses_demonstrations_without_its_texts(run_file, tmp_path, 
         build_trainer(load_run_config(run_file, settings))
     (tmp_path / "config.json").write_text(planner)
     with pytest.raises(ValueError, match=said):
-        PI07PlannerRecipe.evaluation(tmp_path, EvaluationOptions([str(file)], 2))
+        family_of_folder(tmp_path).ask("evaluate", tmp_path, EvaluationOptions([str(file)], 2))
 
 
 def test_made_up_demonstrations_need_no_files(run_file, tmp_path):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from paddle_vl.config.families import family_of_folder
 from paddle_vl.config.load import load_run_config, save_run_config
 from paddle_vl.data.lerobot.metadata import read_metadata
 from paddle_vl.data.lerobot.statistics import statistics
@@ -69,7 +70,8 @@ def test_a_dataset_is_trained_on_and_evaluated(run_file, tmp_path):
     wanted = statistics(read_metadata(LANGUAGE))["action"]["mean"]
     stored = policy.normalizers["normalize_targets"].tensors["buffer_actions.mean"]
     np.testing.assert_array_equal(stored, wanted.astype(np.float32)[None])
-    evaluation = PI07Recipe.evaluation(tmp_path / "out" / "final", EvaluationOptions([LANGUAGE], 8))
+    folder = tmp_path / "out" / "final"
+    evaluation = family_of_folder(folder).ask("evaluate", folder, EvaluationOptions([LANGUAGE], 8))
     runner = ModelRunner(evaluation.model, evaluation.loss, evaluation.adapter)
     assert np.isfinite(mean_losses(runner, evaluation.loader).loss)
 

@@ -4,7 +4,7 @@ It shows what a family consists of, and that a new one needs no change of the pa
 this module registers it.
 """
 
-from paddle_vl.config.families import FamilyEntry, register_family
+from paddle_vl.config.families import VLM_CAPABILITIES, FamilyEntry, register_family
 
 register_family(
     FamilyEntry(
@@ -12,5 +12,7 @@ register_family(
         ("captioner",),
         "tests.support.captioner.recipe:CaptionerRun",
         "tests.support.captioner.recipe:CaptionerRecipe",
+        "tests.support.captioner.model:Captioner",
+        VLM_CAPABILITIES,
     )
 )

@@ -1,18 +1,33 @@
 """Synthetic conversations about synthetic images, written as data files for a profile."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
+from paddle_vl.config.families import FamilyEntry
 from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer
+from paddle_vl.families.vlm.settings import VLRun, processor_folder
 from paddle_vl.files.text_file import replacing
 
 CONVERSATIONS_FILE = "conversations.jsonl"
 # Distinct image files, so that reading is not hidden by the page cache of a single one.
 _NUM_IMAGES = 8
 _WORD = " word"
+
+
+def with_synthetic_data(
+    family: FamilyEntry, config: VLRun, folder: Path, num_samples: int, shapes: Mapping[str, int]
+) -> VLRun:
+    """The run with conversations in files; `cameras` are the images of each, one by default."""
+    tokenizer = TextTokenizer.from_file(processor_folder(config))
+    given = {"num_images" if name == "cameras" else name: shapes[name] for name in shapes}
+    file = write_conversations(folder / "data", num_samples, tokenizer, **given)
+    values = config.model_dump()
+    values["data"]["train"] = [str(file)]
+    return type(config).model_validate(values)
 
 
 def write_conversations(

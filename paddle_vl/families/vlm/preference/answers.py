@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from paddle import Tensor
 
+from paddle_vl.config.families import FamilyEntry
 from paddle_vl.data.samples import Collator
 from paddle_vl.families.base import BuiltModel
 from paddle_vl.families.vlm.inputs.collate import VLCollator
@@ -20,6 +21,7 @@ from paddle_vl.families.vlm.preference.reference import (
     weights_checksum,
 )
 from paddle_vl.families.vlm.settings import VLRun
+from paddle_vl.nn.placement import SingleDevicePlacement
 
 
 class ComparedAnswers:
@@ -86,7 +88,7 @@ class ComparedAnswers:
         return values_in(self.reference, model) if self.loss.has_reference else None
 
     def checksum(self) -> str | None:
-        """See `Family.reference_checksum`."""
+        """See `Family`."""
         if not self.settings.has_reference:
             return None
         checksum = weights_checksum(self.reference)
@@ -117,3 +119,14 @@ class ComparedAnswers:
         for file in files.values():
             file.write(log_probs_of(file.data, built, self.loss, collator, size), checksum)
         return list(files)
+
+
+def precompute_reference(family: FamilyEntry, config: VLRun) -> list[Path]:
+    """Write the log-probabilities of a run's reference beside its data; returns the files.
+
+    Raises:
+        ValueError: the run compares no answers with a reference.
+    """
+    recipe = family.recipe_class()(config.of_reference(), None)
+    assert recipe.answers is not None, "a run without a reference is refused"
+    return recipe.answers.precompute(recipe.build_model(SingleDevicePlacement()))

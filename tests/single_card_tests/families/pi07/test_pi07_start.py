@@ -32,9 +32,8 @@ from paddle_vl.checkpoint.safetensors_io import (
 )
 from paddle_vl.checkpoint.writing import parameter_array
 from paddle_vl.cli.main import main
-from paddle_vl.config.families import model_values
+from paddle_vl.config.families import family_of_folder, model_values
 from paddle_vl.config.load import load_run_config
-from paddle_vl.export.pi07.programs import to_export
 from paddle_vl.families.pi07.config import PI07PlannerConfig
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
 from paddle_vl.families.pi07.gemma import with_backbone
@@ -299,7 +298,7 @@ def test_gemmas_own_attention_is_kept_and_not_exported(saved):
     assert PI07Config.from_dict(config.to_dict()).vlm_config.use_gemma3_attention
     config.save_pretrained(saved)
     with pytest.raises(ValueError, match="has use_gemma3_attention, and exported layers share"):
-        to_export(saved, None)
+        family_of_folder(saved).ask("export", saved, None)
     del given["vlm_config"]["gemma3_config"]["text_config"]["sliding_window"]
     with pytest.raises(ValueError, match=r"needs text_config\.sliding_window, which is None"):
         PI07Config.from_dict(given)

@@ -125,7 +125,7 @@ def test_adapters_train_the_projections_of_both_mixers_and_merge(tmp_path):
 def test_an_export_is_refused_with_its_reason(tmp_path):
     tiny_qwen3_5().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="Qwen3.5 cannot be exported: the number of chunks"):
-        family_of_folder(tmp_path).to_export(tmp_path, None)
+        family_of_folder(tmp_path).ask("export", tmp_path, None)
 
 
 def test_key_heads_must_divide_by_the_ranks():

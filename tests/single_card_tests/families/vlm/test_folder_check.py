@@ -66,8 +66,7 @@ def root(tmp_path_factory) -> Path:
 
 def findings(folder: Path, engine: str) -> list[str]:
     """What is told of a folder, without the verdict, which is compared with it."""
-    recipe = family_of_folder(folder).recipe_class()
-    fits, told = recipe.check_folder(folder, folder, engine)
+    fits, told = family_of_folder(folder).ask("check_folder", folder, folder, engine)
     verdict, kinds = told.pop(), {text.partition(":")[0] for text in told}
     assert fits == (kinds <= {"ignored", "note"})
     only_unchecked = kinds and kinds <= {"ignored", "note", "unchecked"}
