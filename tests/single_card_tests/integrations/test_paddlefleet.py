@@ -205,8 +205,11 @@ def test_further_entries_of_the_parent_stay(monkeypatch):
 
 @pytest.mark.usefixtures("_stand_in_only")
 @pytest.mark.parametrize("name", ["images", "images and videos"])
-def test_a_level_that_is_not_contiguous_is_handed_on_contiguous(name):
+def test_a_level_that_is_not_contiguous_is_handed_on_contiguous(name, request):
     """NCCL sends the memory of an entry as it lies."""
+    kept = paddle.get_flags("FLAGS_use_stride_kernel")
+    paddle.set_flags({"FLAGS_use_stride_kernel": True})
+    request.addfinalizer(lambda: paddle.set_flags(kept))
     made = cases.batch(name)
     for key in ("deepstack_image_embeds", "deepstack_video_embeds"):
         levels = made.dict_args[key] or []

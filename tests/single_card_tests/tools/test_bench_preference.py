@@ -31,13 +31,21 @@ def batch_of(side, work):
     return batch
 
 
+def targets_of(batch):
+    """What each token row predicts; -100 for nothing."""
+    targets_T = np.full(batch["input_ids"].size, -100)
+    rows_N, targets_N = batch["target_rows"]
+    targets_T[rows_N] = targets_N
+    return targets_T.reshape(batch["input_ids"].shape)
+
+
 @pytest.mark.parametrize("side", [*preference.SIDES][1:])
 def test_a_pair_has_the_rows_of_fine_tuning_and_their_image_once(side, work):
     tuning, pair = batch_of(preference.TUNING, work), batch_of(side, work)
     assert pair["input_ids"].shape == (2, 511)
     assert pair["attention_mask"].all()
-    for name in ("input_ids", "labels"):
-        own, wanted = (np.sort(each[name], axis=0) for each in (pair, tuning))
+    for of in (lambda batch: batch["input_ids"], targets_of):
+        own, wanted = (np.sort(of(each), axis=0) for each in (pair, tuning))
         np.testing.assert_array_equal(own, wanted)
     assert 2 * len(pair["pixel_values"]) == len(tuning["pixel_values"]) == 2048
     assert ("reference_log_probs" in pair) == ("advance" in side)
