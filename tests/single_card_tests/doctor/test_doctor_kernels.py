@@ -2,9 +2,11 @@
 
 Guarantees: every operation has an example, and every example an operation; all kernels pass; a
 kernel with a wrong output, a wrong gradient, NaN or one gradient too few is found and named, and so
-is a wrong plain implementation, a kernel without a backward pass, one of attention that is wrong
-for one head width, or NaN of queries that see no key; a skipped dtype has a reason.
+is one of attention that is wrong for one head width, or NaN of queries that see no key; a skipped
+dtype has a reason.
 """
+
+from dataclasses import replace
 
 import numpy as np
 import paddle
@@ -45,10 +47,11 @@ def test_an_operation_without_an_example_is_a_finding(machine, monkeypatch):
 def test_all_kernels_of_this_device_are_right(machine):
     for check in [check for check in all_checks() if check.group == "kernels"]:
         result = run_check(check, machine)
+        if result.status == "info":
+            assert "the plain operation runs" in result.found
+            continue
         assert result.status == "ok", (check.name, result.found)
-        sides = {row["implementation"] for row in result.figures["table"]}
-        assert "plain" in sides
-        assert {row["implementation"] for row in result.figures["table"] if row.get("forward_ms")}
+        assert {row["implementation"] for row in result.figures["table"]} == {"kernel"}
         widths = {row.get("head_width") for row in result.figures["table"]}
         assert widths == ({None} if "attention" not in check.name else {32, *HEAD_WIDTHS})
 
@@ -90,6 +93,12 @@ def test_a_wrong_kernel_is_found(machine, monkeypatch, kernel, where):
     assert "the plain implementation is right" in result.remedy
 
 
+def test_on_a_gpu_the_plain_operation_is_compared_too(machine):
+    result = kernels.check_operation(rms_norm, replace(machine, device="gpu"))
+    sides = [row["implementation"] for row in result.figures["table"]]
+    assert (result.status, sides) == ("ok", ["plain", "kernel"])
+
+
 def wrong_for_one_width(q, k, v, bias=None, packed=None):
     out = causal_attention.plain(q, k, v, bias, packed)
     return out + 0.1 * (q - q.detach()) if q.shape[-1] == 80 and bias is None else out
@@ -119,16 +128,8 @@ def test_faults_of_one_width_and_in_padding_are_found(machine, monkeypatch, kern
     assert {row["implementation"] for row in bad} == {"kernel"}
 
 
-def test_a_wrong_plain_implementation_is_found_by_the_formula(machine, monkeypatch):
-    own = rms_norm.plain
-    monkeypatch.setattr(rms_norm, "plain", lambda x, w, e: 1.01 * own(x, w, e))
-    result = kernels.check_operation(rms_norm, machine)
-    assert result.status == "wrong"
-    assert "against float64" in result.found
-
-
 def test_bfloat16_is_skipped_on_a_cpu_with_the_reason(machine):
-    (bf16,) = (check for check in all_checks() if check.name == "precision.bfloat16")
+    (bf16,) = (check for check in all_checks() if check.name == "environment.bfloat16")
     assert environment.check_tf32(machine).status == "info"
     result = run_check(bf16, machine)
     assert (result.status, "bfloat16" in result.found) == ("skipped", True)
