@@ -162,10 +162,13 @@ def topologies_result(table: Sequence[Mapping[str, Any]], bound: float) -> Resul
             "the host waits for the device there in every step, or holds it up: report it",
             table=table,
         )
-    return ok(
+    equal = (
         f"{len(table) - 1} topologies equal one device after {STEPS} steps, within "
-        f"{worst['error']:.1e} (bound {bound:.0e}); 0 host reads beside the norm, 0 copies to the "
-        "device beside the batches",
+        f"{worst['error']:.1e} (bound {bound:.0e}); "
+    )
+    return ok(
+        f"{equal if len(table) > 1 else ''}0 host reads beside the norm, 0 copies to the device "
+        "beside the batches",
         table=table,
     )
 

@@ -354,7 +354,7 @@ def values_and_gradients(
 ) -> dict[str, np.ndarray]:
     """Output and gradients of a call on Paddle's device, as float32 on the host."""
     args = tensors(inputs, dtype)
-    outputs = tensors_among(call(*args))
+    outputs = _tensors_among(call(*args))
     if inputs.defined is not None:
         # NaN where nothing is defined would reach the gradients: NaN times 0 is NaN.
         outputs = [out * paddle.to_tensor(inputs.defined).astype(out.dtype) for out in outputs]
@@ -368,7 +368,7 @@ def values_and_gradients(
     return values
 
 
-def tensors_among(result: Any) -> list[Tensor]:
+def _tensors_among(result: Any) -> list[Tensor]:
     """The tensors of a call's result."""
     entries = result if isinstance(result, list | tuple) else [result]
     return [entry for entry in entries if isinstance(entry, Tensor)]
