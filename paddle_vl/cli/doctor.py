@@ -60,9 +60,9 @@ def doctor(options: argparse.Namespace) -> int:
 DOCTOR = Command(
     doctor,
     "check this installation on this machine, in about two minutes",
-    "Check versions and flags, every kernel against float32, the choice of attention, copies, "
-    "collectives and topologies of this machine's devices, reference values, saving and resuming, "
-    "and generation. Print a table and what to do about what is wrong.",
+    "Check versions and flags, stored numbers of the original models, every kernel against the "
+    "plain operation, and collectives and training on this machine's devices. Print a table and "
+    "what to do about what is wrong.",
     _EPILOG,
     [
         value("--only", "NAME", "run these checks or groups alone", nargs="+", default=[]),

@@ -24,8 +24,8 @@ class Result:
 
     Attributes:
         found: one sentence; of a skipped check the reason.
-        figures: numbers and names by key, JSON values. Keys end in their unit: `_s`, `_ms`,
-            `_gb_per_s` (10^9 bytes), `_tflop_per_s`, `_gb`.
+        figures: numbers and names by key, JSON values. Keys end in their unit, such as
+            `_gb` (10^9 bytes).
         remedy: what to do; only of a wrong result.
     """
 
@@ -79,7 +79,6 @@ class Machine:
 
 # What a check may need of the machine, and the reason of a check that is skipped.
 NEEDS: dict[str, tuple[Callable[[Machine], bool], str]] = {
-    "gpu": (lambda m: m.device == "gpu", "needs a GPU, and Paddle computes on a CPU"),
     "several ranks": (
         lambda m: m.num_ranks > 1,
         "needs two GPUs on this machine, and one is visible",
@@ -119,7 +118,7 @@ class Check:
 
 
 # Modules with checks, in the order in which these run.
-_PARTS = ("environment", "kernels", "steps", "models", "ranks")
+_PARTS = ("environment", "golden", "kernels", "ranks")
 CHECKS: list[Check] = []
 
 

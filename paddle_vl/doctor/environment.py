@@ -3,8 +3,7 @@
 import os
 import re
 import subprocess
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from paddle import version
 from paddle_vl.compat import configure_cpu_runtime
 from paddle_vl.doctor.check import Machine, Result, check, info, ok, wrong
 from paddle_vl.nn.examples import Dtype
-from paddle_vl.parallel.bandwidth import synchronize
 from paddle_vl.profile.memory import GB
 from paddle_vl.train.allocator import allocator_flags, configure_allocator
 from paddle_vl.train.memory_needed import available_memory
@@ -195,7 +193,7 @@ def uses_tf32() -> bool:
     return abs(_sum_of_products("float32", 1.0 + _TF32_STEP) / _TERMS - 1.0) < _TF32_STEP / 2
 
 
-@check("precision.tf32")
+@check("environment.tf32")
 def check_tf32(machine: Machine) -> Result:
     """Whether float32 products run in TF32."""
     found, is_rounded = _sum_of_products("float32", 1.0 + _TF32_STEP), uses_tf32()
@@ -223,7 +221,7 @@ def check_tf32(machine: Machine) -> Result:
     )
 
 
-@check("precision.bfloat16", need="bfloat16")
+@check("environment.bfloat16", need="bfloat16")
 def check_bfloat16(machine: Machine) -> Result:
     """Products of bfloat16 add up in float32."""
     # 256 is the last whole number after which a sum of ones in bfloat16 stands still.
@@ -235,15 +233,3 @@ def check_bfloat16(machine: Machine) -> Result:
         "unset FLAGS_gemm_use_half_precision_compute_type and whatever reduces sums in bfloat16",
         sum=found,
     )
-
-
-def best_s(run: Callable[[], Any], times: int = 5) -> float:
-    """The fastest of a few runs, in seconds, after one that is not counted."""
-    seconds = []
-    for _ in range(times + 1):
-        synchronize()
-        begin = time.perf_counter()
-        run()
-        synchronize()
-        seconds.append(time.perf_counter() - begin)
-    return max(min(seconds[1:]), 1e-9)

@@ -131,21 +131,27 @@ def supervised(
         work.mkdir(parents=True)
         job = {"only": list(only), "is_quick": is_quick, "done": done}
         (work / _JOB_FILE).write_text(json.dumps(job), encoding="utf-8")
-        process, events, problem = Processes(), _Events(work / _EVENTS_FILE), None
+        process, plan, problem = Processes(), None, None
         process.start([*command, str(work)], os.environ | variables, work / "output")
-        first = done
+        first, seen, since = done, 0, time.monotonic()
         try:
             for _ in process.watched():
                 # Before its events, which it may write until it ends.
                 (code,) = process.codes()
-                for finding in events.new():
-                    done += 1
-                    yield finding
-                plan = events.plan
+                events = _events(work / _EVENTS_FILE)
+                if len(events) > seen:
+                    since = time.monotonic()
+                    if "refused" in events[0]:
+                        raise UnknownCheckError(events[0]["refused"])
+                    plan = events[0]["plan"]
+                    for finding in events[max(1, seen) :]:
+                        done += 1
+                        yield finding
+                    seen = len(events)
                 if plan and done == len(plan):
                     return
                 limit_s = _START_LIMIT_S if plan is None else plan[done][2]
-                if code is None and time.monotonic() - events.since > limit_s:
+                if code is None and time.monotonic() - since > limit_s:
                     problem = (
                         f"did not end within {limit_s:g} s and was stopped",
                         "a hang: see where it stands in --json; of several ranks, check "
@@ -167,32 +173,11 @@ def supervised(
             return
 
 
-class _Events:
-    """The events of a process, as its file grows."""
-
-    def __init__(self, file: Path):
-        self.plan: list[tuple[str, str, float]] | None = None
-        self.since = time.monotonic()
-        self._file, self._seen = file, 0
-
-    def new(self) -> Iterator[Finding]:
-        """The findings since the last call.
-
-        Raises:
-            UnknownCheckError: the process refused a name.
-        """
-        # The last line may be half written.
-        lines = self._file.read_bytes().split(b"\n")[:-1] if self._file.exists() else []
-        for line in lines[self._seen :]:
-            # Numbers that JSON lacks (NaN, infinities) become strings.
-            event = json.loads(line, parse_constant=lambda number: str(float(number)))
-            self.since, self._seen = time.monotonic(), self._seen + 1
-            if "refused" in event:
-                raise UnknownCheckError(event["refused"])
-            if "plan" in event:
-                self.plan = event["plan"]
-            else:
-                yield event
+def _events(file: Path) -> list[dict[str, Any]]:
+    """The events of a process so far; numbers that JSON lacks (NaN, infinities) are strings."""
+    # The last line may be half written.
+    lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+    return [json.loads(line, parse_constant=lambda number: str(float(number))) for line in lines]
 
 
 def _died(code: int, before_checks: bool) -> tuple[str, str]:

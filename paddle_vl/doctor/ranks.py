@@ -1,4 +1,4 @@
-"""Checks with several processes: bandwidth between ranks, and every topology against one device.
+"""Checks with several processes: collectives between ranks, and steps on ranks against one device.
 
 The launcher of `--nproc` starts this package's command on every rank with a job file. Products run
 without TF32 there, so that sums in another order are the only difference.
@@ -14,19 +14,21 @@ from unittest import mock
 
 import numpy as np
 
+from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
 from paddle_vl.config.load import load_run_config
 from paddle_vl.doctor.check import Machine, Result, check, ok, wrong
-from paddle_vl.doctor.models import read_checkpoint
 from paddle_vl.parallel.bandwidth import Measure, measure_bandwidth
 from paddle_vl.parallel.launcher import launch
 from paddle_vl.parallel.store.membership import PeerWatch
+from paddle_vl.testing import record_device_copies, record_host_reads
 from paddle_vl.testing.comparison import Difference, differences
 from paddle_vl.testing.tiny_run import TINY_EXPERTS, write_tiny_run
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.stop_signals import StopSignals
 
 logger = logging.getLogger(__name__)
-STEPS, _MICRO_SAMPLES = 2, 8
+# Reads and copies are counted in the last step; the first ones fill caches.
+STEPS, _MICRO_SAMPLES = 3, 8
 _WAIT_S = 60.0
 # That ranks may take to end when they are asked to.
 _STOP_S = 3.0
@@ -34,13 +36,22 @@ _TF32 = "NVIDIA_TF32_OVERRIDE"
 # Relative to the largest entry of a tensor: sums of float32 in another order.
 BOUNDS = {"cpu": 1e-5, "gpu": 1e-4}
 _METRICS = ("loss", "grad_norm")
+ONE_DEVICE = "one device"
 # What a rank logs before a run.
 _BEGIN = "run: "
+# Reads of host memory (messages between hosts, and kernels that only run on a CPU), of the norm
+# before an update, and of the numbers of rows of each expert.
+_FREE_READS = (
+    *("parallel/ranks.py", "parallel/gloo_fleet/", "nn/attention.py", "nn/cpu/", "train/step.py"),
+    *("parallel/expert_parallel.py", "nn/gpu/kernels.py"),
+)
+# On a CPU, where batches are not copied through pinned memory.
+_FREE_COPIES = ("parallel/gloo_fleet/", "nn/operations.py", "train/feeding/")
 
 
 def topologies(num_ranks: int) -> dict[str, dict[str, Any]]:
-    """Settings of each topology by name; `experts` marks a model with experts."""
-    n, half = num_ranks, num_ranks // 2
+    """Settings of each topology by name: every axis over all ranks, and three of them mixed."""
+    n = num_ranks
 
     def degrees(**of_axes: int) -> dict[str, Any]:
         return {f"parallel.{axis}_degree": degree for axis, degree in of_axes.items()}
@@ -48,28 +59,14 @@ def topologies(num_ranks: int) -> dict[str, dict[str, Any]]:
     rows = {"parallel.sequence_parallel": True, "data.pad_to_multiple_of": n}
     found: dict[str, dict[str, Any]] = {
         f"dp{n}": degrees(dp=n),
-        f"mp{n}": degrees(mp=n),
         f"mp{n} with sequence parallelism": degrees(mp=n) | rows,
-        **{
-            f"sharding{n} stage {stage}": degrees(sharding=n) | {"parallel.sharding_stage": stage}
-            for stage in (1, 2, 3)
-        },
-        f"dp{n} ep{n}": degrees(dp=n, ep=n) | {"experts": True},
+        f"sharding{n} stage 3": degrees(sharding=n) | {"parallel.sharding_stage": 3},
+        f"dp{n} ep{n}": degrees(dp=n, ep=n),
     }
+    # The tiny model has four layers.
     if n <= 4:
         found[f"pp{n}"] = degrees(pp=n)
-        found[f"pp{n} colocated"] = degrees(pp=n) | {"parallel.schedule": "colocated"}
-    if n == 2:
-        # The same samples in twice as many micro-batches, which that schedule needs.
-        found["pp2 dualpipev"] = degrees(pp=2) | {
-            "parallel.pp_schedule": "dualpipev",
-            "train.gradient_accumulation_steps": 4,
-            "train.per_device_train_batch_size": _MICRO_SAMPLES // 2,
-        }
     if n >= 4:
-        stage_3 = {"parallel.sharding_stage": 3}
-        found[f"dp{half} mp2"] = degrees(dp=half, mp=2) | rows
-        found[f"sharding{half} mp2 stage 3"] = degrees(sharding=half, mp=2) | stage_3
         found[f"mp2 pp2 dp{n // 4}"] = degrees(mp=2, pp=2, dp=n // 4)
     return found
 
@@ -83,7 +80,7 @@ def bandwidth(machine: Machine) -> Result:
     answer = _on_ranks(machine, "bandwidth", n, {"elements": elements})
     if isinstance(answer, Result):
         return answer
-    return bandwidth_result([Measure(**entry) for entry in answer])
+    return bandwidth_result([Measure(**entry) for entry in answer[0]])
 
 
 def bandwidth_result(measures: Sequence[Measure]) -> Result:
@@ -113,35 +110,43 @@ def bandwidth_result(measures: Sequence[Measure]) -> Result:
     return ok(text, table=table)
 
 
-@check("ranks.topologies", need="several ranks", limit_s=240.0, is_quick=False)
+@check("ranks.topologies", limit_s=240.0, is_quick=False)
 def every_topology(machine: Machine) -> Result:
-    """Training in every topology equals one device."""
+    """Steps on ranks equal one device, without host reads."""
     n = machine.num_ranks
-    wanted = topologies(n)
     folder = machine.folder / "topologies"
-    write_tiny_run(folder / "dense", STEPS)
-    # Experts are slow to start, and two layers show what there is to see.
-    write_tiny_run(folder / "experts", STEPS, {**TINY_EXPERTS, "num_hidden_layers": 2})
-    single = {"dense": {}, "experts": {"experts": True}}
+    write_tiny_run(folder, STEPS, TINY_EXPERTS)
     common = {"folder": str(folder), "micro_batches": 2 if n == 2 else 4}
-    for num_ranks, runs in ((1, single), (n, wanted)):
-        answer = _on_ranks(machine, "train", num_ranks, common | {"runs": runs})
-        if isinstance(answer, Result):
-            return answer
-    bound = BOUNDS[machine.device]
-    table = []
-    for name, settings in wanted.items():
-        kind = "experts" if settings.get("experts") else "dense"
-        worst = run_difference(folder / "out" / name, folder / "out" / kind)
-        row = {"topology": name, "error": worst.error, "in": worst.name}
-        table.append(row | {"is_within": worst.error <= bound})
+    bound, table = BOUNDS[machine.device], []
+    wanted = {1: {ONE_DEVICE: {}}} | ({n: topologies(n)} if n > 1 else {})
+    for num_ranks, runs in wanted.items():
+        answers = _on_ranks(machine, "train", num_ranks, common | {"runs": runs})
+        if isinstance(answers, Result):
+            return answers
+        for name in runs:
+            worst = run_difference(folder / name, folder / ONE_DEVICE)
+            reads, copies = (
+                [place for answer in answers for place in answer[name][what]]
+                for what in ("host_reads", "device_copies")
+            )
+            table.append(
+                {
+                    "topology": name,
+                    "error": worst.error,
+                    "in": worst.name,
+                    "host_reads": len(reads),
+                    "device_copies": len(copies),
+                    "at": ", ".join(dict.fromkeys([*reads, *copies])),
+                }
+            )
     return topologies_result(table, bound)
 
 
 def topologies_result(table: Sequence[Mapping[str, Any]], bound: float) -> Result:
-    """The result of each topology's largest difference from one device."""
+    """The result of each topology's largest difference from one device, and of the places where
+    a rank read the device in the last step, or copied to it."""
     worst = max(table, key=lambda row: row["error"])
-    if bad := [row for row in table if not row["is_within"]]:
+    if bad := [row for row in table if not row["error"] <= bound]:
         return wrong(
             f"{', '.join(row['topology'] for row in bad)} differ from one device; "
             f"{worst['topology']} by {worst['error']:.2g} of the largest entry in {worst['in']} "
@@ -149,9 +154,21 @@ def topologies_result(table: Sequence[Mapping[str, Any]], bound: float) -> Resul
             "do not train in these topologies here; run ranks.bandwidth, and report this",
             table=table,
         )
+    if at := [row for row in table if row["at"]]:
+        return wrong(
+            f"in a steady step of {at[0]['topology']} the host reads the device "
+            f"{at[0]['host_reads']} times and copies to it {at[0]['device_copies']} times, at "
+            f"{at[0]['at']}",
+            "the host waits for the device there in every step, or holds it up: report it",
+            table=table,
+        )
+    equal = (
+        f"{len(table) - 1} topologies equal one device after {STEPS} steps, within "
+        f"{worst['error']:.1e} (bound {bound:.0e}); "
+    )
     return ok(
-        f"{len(table)} topologies equal one device after {STEPS} steps, within "
-        f"{worst['error']:.1e} (bound {bound:.0e})",
+        f"{equal if len(table) > 1 else ''}0 host reads beside the norm, 0 copies to the device "
+        "beside the batches",
         table=table,
     )
 
@@ -165,14 +182,17 @@ def run_difference(found: Path, wanted: Path) -> Difference:
 def _values(folder: Path) -> dict[str, np.ndarray]:
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [json.loads(line) for line in lines]
-    metrics = {name: np.array([step[name] for step in steps]) for name in _METRICS}
-    return metrics | read_checkpoint(folder / f"checkpoint-{STEPS}")
+    values = {name: np.array([step[name] for step in steps]) for name in _METRICS}
+    for part in ("model", "optimizer"):
+        headers = read_checkpoint_headers(folder / f"checkpoint-{STEPS}", part)
+        values |= {name: tensor.read() for name, tensor in headers.items()}
+    return values
 
 
 def _on_ranks(
     machine: Machine, job: str, num_ranks: int, settings: Mapping[str, Any]
 ) -> list[Any] | Result:
-    """Run a job on several ranks; the first one's answer, or the finding that it failed."""
+    """Run a job on several ranks; their answers, or the finding that it failed."""
     folder = machine.folder / f"{job}{num_ranks}"
     folder.mkdir()
     file = folder / "job.json"
@@ -181,7 +201,8 @@ def _on_ranks(
     with mock.patch.dict(os.environ, {_TF32: "0"}):
         code = launch(["doctor", "--rank", str(file)], num_ranks, folder / "log", _STOP_S)
     if code == 0:
-        return json.loads((folder / "answer.json").read_text(encoding="utf-8"))
+        files = (folder / f"answer{rank}.json" for rank in range(num_ranks))
+        return [json.loads(file.read_text(encoding="utf-8")) for file in files]
     logs = {
         log.name: log.read_text(encoding="utf-8", errors="replace").splitlines()
         for log in sorted((folder / "log").glob("workerlog.*"))
@@ -199,7 +220,7 @@ def _on_ranks(
 def run_rank(file: Path) -> int:
     """Do one rank's part of a job; the command of the ranks."""
     job = json.loads(file.read_text(encoding="utf-8"))
-    answer = []
+    answer: Any = {}
     # As in a run: a rank ends with its launcher.
     with StopSignals() as stop, PeerWatch():
         stop.set_handlers()
@@ -208,25 +229,42 @@ def run_rank(file: Path) -> int:
             answer = [measure._asdict() for measure in measures]
         for name, settings in job.get("runs", {}).items():
             logger.info("%s%s", _BEGIN, name)
-            _train(Path(job["folder"]), name, job["micro_batches"], settings, stop)
-    if int(os.environ.get("PADDLE_TRAINER_ID", "0")) == 0:
-        (file.parent / "answer.json").write_text(json.dumps(answer), encoding="utf-8")
+            answer[name] = _train(job, name, settings, stop)
+    rank = os.environ.get("PADDLE_TRAINER_ID", "0")
+    (file.parent / f"answer{rank}.json").write_text(json.dumps(answer), encoding="utf-8")
     return 0
 
 
 def _train(
-    folder: Path, name: str, micro_batches: int, settings: dict[str, Any], stop: StopSignals
-) -> None:
-    """Train one run; outputs are compared afterwards."""
-    kind = "experts" if settings.pop("experts", False) else "dense"
+    job: Mapping[str, Any], name: str, settings: dict[str, Any], stop: StopSignals
+) -> dict[str, list[str]]:
+    """Train one run, whose outputs are compared afterwards.
+
+    Returns:
+        Places of the package where the last step's host read the device or copied to it, beside
+        what every step needs.
+    """
+    folder = Path(job["folder"])
     parts = settings.get("parallel.dp_degree", 1) * settings.get("parallel.sharding_degree", 1)
     settings = {
-        "train.output_dir": str(folder / "out" / name),
+        "train.output_dir": str(folder / name),
         "train.per_device_train_batch_size": _MICRO_SAMPLES // parts,
-        "train.gradient_accumulation_steps": micro_batches,
+        "train.gradient_accumulation_steps": job["micro_batches"],
         "parallel.timeout_s": _WAIT_S,
     } | settings
     overrides = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
-    signal = build_trainer(load_run_config(folder / kind / "run.yaml", overrides)).run(stop)
+    trainer = build_trainer(load_run_config(folder / "run.yaml", overrides))
+    train_one_step, places = trainer.train_one_step, {}
+
+    def recorded() -> Any:
+        with record_host_reads() as reads, record_device_copies() as copies:
+            outcome = train_one_step()
+        places["host_reads"] = [place for place in reads if not place.startswith(_FREE_READS)]
+        places["device_copies"] = [x for x in copies if not x.startswith(_FREE_COPIES)]
+        return outcome
+
+    trainer.train_one_step = recorded
+    signal = trainer.run(stop)
     if signal is not None:
         raise RuntimeError(f"the run {name} was stopped by signal {signal}")
+    return places

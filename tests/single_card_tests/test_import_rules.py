@@ -62,8 +62,8 @@ ALLOWED = {
     "testing": {"families", "parallel", "checkpoint", "nn", "batch", "config"},
     # Checks an installation with the parts that a run has, on tiny models of `testing`.
     "doctor": {
-        *("testing", "profile", "train", "families", "generation", "checkpoint", "parallel"),
-        *("nn", "batch", "config", "compat", "files", "processes"),
+        *("testing", "profile", "train", "checkpoint", "parallel"),
+        *("nn", "config", "compat", "files", "processes"),
     },
     "cli": {
         *("profile", "report", "train", "families", "generation", "checkpoint", "data", "export"),

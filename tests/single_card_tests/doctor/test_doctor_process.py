@@ -89,9 +89,9 @@ def test_after_an_error_on_a_gpu_the_other_checks_get_a_new_process(
     tmp_path, monkeypatch, device, processes
 ):
     monkeypatch.setenv(doctor_faults.DEVICE, device)
-    found = list(supervised(command("same", "error", "same", "same"), tmp_path))
+    found = list(supervised(command("fine", "error", "fine", "fine"), tmp_path))
     assert [finished["status"] for finished in found] == ["ok", "wrong", "ok", "ok"]
-    ids = [finished["figures"]["process"] for finished in found if finished["name"][0] == "s"]
+    ids = [finished["figures"]["process"] for finished in found if finished["name"][0] == "f"]
     assert len(set(ids)) == processes
     assert ids[1] == ids[2]
 
@@ -127,7 +127,7 @@ def test_exit_code_table_and_json_which_is_complete_after_every_check(
     assert content.keys() == KEYS
     assert (content["format"], content["ok"]) == (FORMAT, code == 0)
     assert [check.keys() for check in content["checks"]] == [CHECK_KEYS] * len(faults)
-    assert content["checks"][0]["figures"] == {"value": "nan"}
+    assert content["checks"][0]["figures"]["value"] == "nan"
     assert sum(content["counts"].values()) == len(faults)
     shown = capsys.readouterr().out
     assert shown.startswith("| check")
