@@ -10,7 +10,7 @@ more makes no update: the norm says so, and the step is repeated with exact size
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from math import isnan
 from typing import Any, Protocol
@@ -392,6 +392,12 @@ def _passes(
     return outcome, float(read[0]), read[1:]
 
 
+@lru_cache(maxsize=4)
+def _on_device(flags: bytes) -> Tensor:
+    """Float32 flags as a tensor: nearly every step has the same ones, which are copied once."""
+    return device_tensor(np.frombuffer(flags, dtype=np.float32).copy())
+
+
 @paddle.no_grad()
 def _summed(
     terms: Tensor,
@@ -417,7 +423,7 @@ def _summed(
         flags = paddle.stack([paddle.zeros([], dtype="bool"), *overflows])
         parts.append(flags.astype("float32").sum().reshape([1]))
     if has_reached := ranks.world_size > 1:
-        parts.append(device_tensor(optimizer.reached()))
+        parts.append(_on_device(optimizer.reached().tobytes()))
     totals = paddle.concat(parts)
     if has_reached:
         totals = ranks.sum_over_all(totals)
