@@ -25,6 +25,7 @@ import paddle_vl.nn
 import paddle_vl.testing
 from paddle_vl.doctor.check import CHECKS, Check, Machine, Result, check, info, ok, wrong
 from paddle_vl.doctor.environment import best_s, uses_tf32
+from paddle_vl.nn.dispatch import OPERATIONS, Operation, use_kernels
 from paddle_vl.nn.examples import (
     ATTENTION,
     COMPARED,
@@ -43,7 +44,6 @@ from paddle_vl.nn.examples import (
     tensors_among,
     values_and_gradients,
 )
-from paddle_vl.nn.operations import OPERATIONS, Operation, use_kernels
 from paddle_vl.testing.comparison import differences
 from paddle_vl.train.gpu_settings import FLASH_VERSION, Gpu
 from paddle_vl.train.memory_needed import available_memory

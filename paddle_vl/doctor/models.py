@@ -25,9 +25,9 @@ from paddle_vl.config.schema import TrainConfig
 from paddle_vl.doctor.check import Machine, Result, check, ok, wrong
 from paddle_vl.doctor.environment import existing_flags, uses_tf32
 from paddle_vl.doctor.kernels import on_host
+from paddle_vl.nn.dispatch import use_kernels
 from paddle_vl.nn.examples import Dtype
 from paddle_vl.nn.master_weights import MasterWeights
-from paddle_vl.nn.operations import use_kernels
 from paddle_vl.testing import (
     Image,
     assert_equals_single_device,

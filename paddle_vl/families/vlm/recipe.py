@@ -38,13 +38,17 @@ from paddle_vl.families.vlm.colocated import (
 from paddle_vl.families.vlm.evaluation import build_evaluation
 from paddle_vl.families.vlm.flops import VLFlops
 from paddle_vl.families.vlm.folder_check import check_folder
-from paddle_vl.families.vlm.inputs.collate import PackedCollator, SourcesCollator, VLCollator
+from paddle_vl.families.vlm.inputs.collate import (
+    PackedCollator,
+    PreparedCollator,
+    SourcesCollator,
+    VLCollator,
+)
 from paddle_vl.families.vlm.inputs.conversation import RowReader
 from paddle_vl.families.vlm.inputs.corpus import Corpus
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.open_data import open_conversations
 from paddle_vl.families.vlm.inputs.preference import PreferenceReader, sides_of
-from paddle_vl.families.vlm.inputs.prepared import PreparedCollator
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.inputs.synthetic import write_conversations
 from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer

@@ -14,8 +14,9 @@ from paddle_vl.doctor import environment, kernels
 from paddle_vl.doctor.check import all_checks, run_check
 from paddle_vl.doctor.kernels import own_operations
 from paddle_vl.nn.attention import causal_attention
+from paddle_vl.nn.dispatch import Kernel, operation
 from paddle_vl.nn.examples import EXAMPLES, HEAD_WIDTHS, name_of
-from paddle_vl.nn.operations import Kernel, operation, rms_norm
+from paddle_vl.nn.operations import rms_norm
 
 
 def test_every_operation_has_an_example():
@@ -29,9 +30,9 @@ def test_every_example_is_of_an_operation():
 
 
 def test_an_operation_without_an_example_is_a_finding(machine, monkeypatch):
-    from paddle_vl.nn import operations
+    from paddle_vl.nn import dispatch
 
-    monkeypatch.setattr(operations, "OPERATIONS", [])
+    monkeypatch.setattr(dispatch, "OPERATIONS", [])
 
     @operation
     def unheard_of(x):
