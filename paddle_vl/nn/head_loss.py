@@ -28,46 +28,24 @@ from paddle_vl.nn.placement import Vocabulary
 CHUNK_LOGITS = 1 << 27
 
 
-class SourceSums:
-    """Cross entropies summed by source, without factors and gradients.
-
-    Args:
-        num_sources: S.
-
-    Attributes:
-        total: `[S]` float32, of all rows so far.
-    """
-
-    def __init__(self, num_sources: int):
-        self.total = paddle.zeros([num_sources])
-
-    @paddle.no_grad()
-    def add(self, losses: Tensor, sources_T: Tensor) -> None:
-        """Add rows; always in the same order, which a scatter on a GPU would not.
-
-        Args:
-            losses: `[T]` or `[T, 1]` float32; 0 of rows without a target.
-            sources_T: int64 numbers of their sources.
-        """
-        losses_T1 = losses.detach().reshape([-1, 1])
-        is_of_TS = sources_T.unsqueeze(1) == paddle.arange(self.total.shape[0])
-        self.total += paddle.where(is_of_TS, losses_T1, paddle.zeros_like(losses_T1)).sum(axis=0)
-
-
 class TargetSources(NamedTuple):
     """Sources of target rows.
 
     Attributes:
         numbers: `[R]` int64.
-        sums: what the losses of the rows are added to when they are computed.
+        sums: `[S]` float32, cross entropies of each source so far, without factors and gradients.
     """
 
     numbers: Tensor
-    sums: SourceSums
+    sums: Tensor
 
-    def add(self, losses: Tensor) -> None:
-        """Add the losses of all rows."""
-        self.sums.add(losses, self.numbers)
+    @paddle.no_grad()
+    def add(self, losses_R1: Tensor) -> None:
+        """Add the losses of all rows to the sums, 0 of rows without a target; always in the same
+        order, which a scatter on a GPU would not."""
+        is_of_RS = self.numbers.unsqueeze(1) == paddle.arange(self.sums.shape[0])
+        losses_RS = paddle.where(is_of_RS, losses_R1.detach(), paddle.zeros([1, 1]))
+        self.sums.add_(losses_RS.sum(axis=0))
 
 
 class TargetRows(NamedTuple):

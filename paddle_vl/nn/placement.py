@@ -2,8 +2,8 @@
 
 A model gets a `Placement`. It builds tensor-parallel layers with `placement.layers`, marks with
 `placement.ops` where token rows enter and leave a sequence-parallel region, and reads from
-`placement.stage_layers` which layers its pipeline stage has. `paddle_vl.parallel.tensor` has the
-implementations for several ranks.
+`placement.stage_layers` which layers its pipeline stage has. For several ranks there are
+`paddle_vl.parallel.tensor`, and of `RegionOps` and `Vocabulary` `paddle_vl.parallel.region_ops`.
 
 This is the complete parallelism interface for a new model.
 """
@@ -36,10 +36,10 @@ from paddle_vl.nn.parameter_table import REPLICATED, CheckpointRanks, ParameterT
 
 # Patches (pixels first) and grid of items (images, videos) to merged rows `[M, D]` and G levels of
 # `[M, D]`.
-Encoder = Callable[[Sequence[Tensor], np.ndarray], tuple[Tensor, list[Tensor]]]
+EncodePatches = Callable[[Sequence[Tensor], np.ndarray], tuple[Tensor, list[Tensor]]]
 # Ascending item numbers (None: all items) to their rows `[M, C]`. For no items it returns arbitrary
 # rows, which are dropped: a rank without an item may still have to run the layers.
-ItemEncoder = Callable[[np.ndarray | None], Tensor]
+EncodeItems = Callable[[np.ndarray | None], Tensor]
 Layer = TypeVar("Layer", bound=nn.Layer)
 
 
@@ -217,7 +217,7 @@ class RegionOps:
 
     def encode_visual(
         self,
-        encode: Encoder,
+        encode: EncodePatches,
         patches: Sequence[Tensor],
         grid_thw: np.ndarray,
         tower: nn.Layer,
@@ -251,7 +251,7 @@ class RegionOps:
 
     def encode_items(
         self,
-        encode: ItemEncoder,
+        encode: EncodeItems,
         costs_I: np.ndarray,
         rows_I: np.ndarray,
         tower: nn.Layer,

@@ -1,4 +1,5 @@
-"""Collectives around tensor-parallel layers, and vision work divided over mp and cp ranks.
+"""`RegionOps` and `Vocabulary` of `paddle_vl.nn.placement` for several ranks: collectives around
+tensor-parallel layers, and vision work divided over mp and cp ranks.
 
 With `parallel.vision=spread` every item (image, video) is encoded on one rank, balanced by cost,
 and one all-gather gives all rows to every rank. Its backward is one all-reduce if ranks use
@@ -26,7 +27,7 @@ from paddle.distributed.fleet.utils.sequence_parallel_utils import (
 
 from paddle_vl.batch.rows import IGNORE_INDEX, RowPart
 from paddle_vl.nn.operations import slice_axis
-from paddle_vl.nn.placement import Encoder, ItemEncoder, RegionOps, Vocabulary
+from paddle_vl.nn.placement import EncodeItems, EncodePatches, RegionOps, Vocabulary
 from paddle_vl.nn.transfer import device_tensor, rows_in_order
 from paddle_vl.parallel.collectives import (
     all_gathered_in_order,
@@ -81,7 +82,7 @@ class SpreadOps(RegionOps):
 
     def encode_visual(
         self,
-        encode: Encoder,
+        encode: EncodePatches,
         patches: Sequence[Tensor],
         grid_thw: np.ndarray,
         tower: nn.Layer,
@@ -129,7 +130,7 @@ class SpreadOps(RegionOps):
 
     def encode_items(
         self,
-        encode: ItemEncoder,
+        encode: EncodeItems,
         costs_I: np.ndarray,
         rows_I: np.ndarray,
         tower: nn.Layer,
@@ -263,7 +264,7 @@ def assign_items(costs_I: np.ndarray, num_ranks: int) -> list[np.ndarray]:
 
 
 def _encode_packed(
-    encode: Encoder,
+    encode: EncodePatches,
     patches: Sequence[Tensor],
     grid_thw: np.ndarray,
     items: np.ndarray,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+import paddle
 from paddle import Tensor, nn
 
 from paddle_vl.batch.positions import PatchRows, frame_runs, vision_layout
@@ -28,7 +29,6 @@ from paddle_vl.families.vlm.moe import LoadBalance
 from paddle_vl.families.vlm.pretrained import PretrainedVLModel
 from paddle_vl.nn.attention import Segments
 from paddle_vl.nn.head_loss import (
-    SourceSums,
     TargetRows,
     TargetSources,
     TokenStatistics,
@@ -202,12 +202,12 @@ class VLForConditionalGeneration(PretrainedVLModel):
             return output
         sources = None
         if targets.sources is not None:
-            sources = TargetSources(targets.sources, SourceSums(targets.num_sources))
+            sources = TargetSources(targets.sources, paddle.zeros([targets.num_sources]))
         wanted = TargetRows(rows_N, targets_N, targets.weights, sources)
         loss_sum = head_loss(self.lm_head, entered_TD, wanted, ops.vocabulary)
         loss_sum = ops.context.total(loss_sum)
         output = self._output(None, loss_sum, targets_N, targets.num_tokens, balance)
-        output.source_sums = None if sources is None else ops.context.total(sources.sums.total)
+        output.source_sums = None if sources is None else ops.context.total(sources.sums)
         return output
 
     def _output(

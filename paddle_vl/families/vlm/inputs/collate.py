@@ -24,7 +24,7 @@ from paddle_vl.batch.schema import GRIDS, PIXELS, SOURCE_TARGETS, VLBatch
 from paddle_vl.batch.visual_index import RowPart, host_visual_indices
 from paddle_vl.families.vlm.inputs.conversation import Conversation
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
-from paddle_vl.families.vlm.inputs.tokenizer import IGNORED_LABEL, VideoPrompt
+from paddle_vl.families.vlm.inputs.tokenizer import VideoPrompt
 from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
 from paddle_vl.families.vlm.templates.encoding import TemplateEncoder
 
@@ -129,7 +129,7 @@ class SampleEncoder:
         labels = np.array(chat.labels, dtype=np.int64)
         if with_labels and learns_all:
             pads = (self.image_token_id, self.video_token_id)
-            labels = np.where(np.isin(ids, pads), IGNORED_LABEL, ids)
+            labels = np.where(np.isin(ids, pads), IGNORE_INDEX, ids)
         return {"input_ids": ids, "labels": labels, **visual}
 
 
@@ -202,7 +202,7 @@ class VLCollator:
         batch: dict[str, Any] = {
             "input_ids": pad_rows(ids, length, self.pad_token_id, side),
             "attention_mask": pad_rows([np.ones_like(row) for row in ids], length, 0, side),
-            "labels": pad_rows([s["labels"] for s in samples], length, IGNORED_LABEL, side),
+            "labels": pad_rows([s["labels"] for s in samples], length, IGNORE_INDEX, side),
         }
         RowPart(size=self.num_parts).bounds(batch["input_ids"].size)
         batch |= joined_visual(samples)
@@ -230,7 +230,7 @@ class VLCollator:
             spatial_merge_size=self.spatial_merge_size,
             cu_seqlens=batch.get("cu_seqlens"),
         )
-        batch["num_target_tokens"] = int(np.count_nonzero(batch["labels"][:, 1:] != IGNORED_LABEL))
+        batch["num_target_tokens"] = int(np.count_nonzero(batch["labels"][:, 1:] != IGNORE_INDEX))
         batch["has_left_padding"] = bool((batch["attention_mask"][:, 0] == 0).any())
         return cast(VLBatch, batch)
 
@@ -298,7 +298,7 @@ def with_label_sources(
         rows: see `sources_of_tokens`.
     """
     sources_BL = sources_of_tokens(batch["attention_mask"], rows)
-    of_targets = sources_BL[:, 1:][batch["labels"][:, 1:] != IGNORED_LABEL]
+    of_targets = sources_BL[:, 1:][batch["labels"][:, 1:] != IGNORE_INDEX]
     counts = np.bincount(of_targets, minlength=num_sources)
     added = {"label_sources": sources_BL, "num_sources": num_sources, SOURCE_TARGETS: counts}
     return {**batch, **added}
@@ -332,7 +332,7 @@ def joined_samples(samples: Sequence[dict[str, np.ndarray]]) -> dict[str, np.nda
         return {"input_ids": empty, "labels": empty}
     labels = [sample["labels"].copy() for sample in samples]
     for labels_L in labels:
-        labels_L[0] = IGNORED_LABEL
+        labels_L[0] = IGNORE_INDEX
     ids = np.concatenate([sample["input_ids"] for sample in samples])
     return {"input_ids": ids, "labels": np.concatenate(labels), **joined_visual(samples)}
 
