@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 
 from paddle_vl.compat import amd_instruction_set
-from paddle_vl.nn.operations import choose_kernels, chosen_kernels, set_compiled
+from paddle_vl.nn.dispatch import choose_kernels, chosen_kernels, set_compiled
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.support.forked import without_loss_curves
 from tests.support.gpu_stubs.installed import gpu_stubs

@@ -72,7 +72,7 @@ def main() -> int:
 
     from paddle_vl.compat import configure_cpu_runtime
     from paddle_vl.nn.cpu import compiled
-    from paddle_vl.nn.operations import choose_kernels
+    from paddle_vl.nn.dispatch import choose_kernels
     from paddle_vl.testing import emulated_bfloat16
 
     logging.getLogger("paddle_vl").setLevel(logging.WARNING)

@@ -1,4 +1,5 @@
-"""Host-side layout of a batch: rotary positions, offsets of packed samples, layout of patches.
+"""Host-side layout of a batch: rotary positions, offsets of packed samples, target rows, layout of
+patches.
 
 Rotary positions have three axes (time, height, width). Source: `get_rope_index` of HF transformers'
 Qwen3-VL (5.x), which walks each sample token by token. Here one running sum over the batch gives
@@ -25,6 +26,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from paddle_vl.batch.rows import IGNORE_INDEX
 
 
 def mrope_position_ids(
@@ -207,6 +210,17 @@ def _shown(offsets: np.ndarray) -> str:
 
 # Fields of a batch with the arrays of `PatchRows`.
 PATCH_FIELDS = ("patch_coordinates", "patch_tap_rows", "patch_tap_weights")
+
+
+def target_rows(targets_T: np.ndarray) -> np.ndarray:
+    """Numbers of the rows whose target is not `IGNORE_INDEX`, and these targets: `[2, N]` int64.
+
+    Row 0 if there is none: all ranks run the head, whatever their data.
+    """
+    rows_N = np.flatnonzero(targets_T != IGNORE_INDEX)
+    if not rows_N.size:
+        rows_N = np.zeros(1, dtype=np.int64)
+    return np.stack([rows_N, targets_T[rows_N]])
 
 
 class PatchRows(NamedTuple):

@@ -1,4 +1,4 @@
-"""Token rows of a batch: a rank's shard of them, and those that predict something."""
+"""A rank's shard of the token rows of a batch."""
 
 from typing import Any, NamedTuple
 
@@ -83,14 +83,3 @@ def is_known(size: Any) -> bool:
 def _length(size: Any, array: Array) -> Any:
     """A dimension; where a traced program does not know it, the array's size as a 0-D tensor."""
     return size if is_known(size) else (array == array).astype("int64").sum()
-
-
-def target_rows(targets_T: np.ndarray) -> np.ndarray:
-    """Numbers of the rows whose target is not `IGNORE_INDEX`, and these targets: `[2, N]` int64.
-
-    Row 0 if there is none: all ranks run the head, whatever their data.
-    """
-    rows_N = np.flatnonzero(targets_T != IGNORE_INDEX)
-    if not rows_N.size:
-        rows_N = np.zeros(1, dtype=np.int64)
-    return np.stack([rows_N, targets_T[rows_N]])

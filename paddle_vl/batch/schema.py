@@ -71,7 +71,7 @@ class VLBatch(TextFields, total=False):
     image_grid_thw: Annotated[Array, Axes("I 3", "int64")]
     video_grid_thw: Annotated[Array, Axes("I 3", "int64")]
     # Places of these patches, images first: see `paddle_vl.batch.positions.PatchRows`. For the
-    # vision tower; from `families.vlm.inputs.prepared`, or with `own_patches`.
+    # vision tower; from `families.vlm.inputs.collate`, or with `own_patches`.
     patch_coordinates: Annotated[Array, Axes("P 2", "int64")]
     patch_tap_rows: Annotated[Array, Axes("P 4", "int64")]
     patch_tap_weights: Annotated[Array, Axes("P 4", "float32")]

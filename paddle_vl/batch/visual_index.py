@@ -201,7 +201,8 @@ def has_values(array: Array) -> bool:
 def _shard(array_BL: Array, part: RowPart, layout: Layout) -> Array:
     """The values at this shard's token rows, 1-D."""
     if layout == "token_rows":
-        return part.of_rows(array_BL.reshape([-1]))
+        array_T = array_BL.reshape([-1])
+        return array_T if part.size == 1 else part.of_rows(array_T)
     if layout == "sequence_first":
         return part.of_rows(array_BL.transpose([1, 0]).reshape([-1]))
     if layout == "batch_slices":

@@ -23,8 +23,8 @@ from paddle import Tensor
 
 from paddle_vl.checkpoint.safetensors_io import TensorToWrite
 from paddle_vl.nn.linear import whole_slices
-from paddle_vl.nn.parameter_table import ParameterTable, host_array, joined_shards
-from paddle_vl.nn.placement import CheckpointRanks, Seat
+from paddle_vl.nn.parameter_table import CheckpointRanks, ParameterTable, Seat, joined_shards
+from paddle_vl.nn.transfer import host_array
 
 if TYPE_CHECKING:
     from paddle_vl.nn.master_weights import ParameterStore

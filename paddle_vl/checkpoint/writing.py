@@ -17,8 +17,7 @@ import paddle
 from paddle_vl.checkpoint.ranges import Exchange, Part, ShardedValue, divided, units
 from paddle_vl.checkpoint.rules import StoredParameter, by_parameter
 from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, header_of, write_file
-from paddle_vl.nn.parameter_table import Saved
-from paddle_vl.nn.placement import CheckpointRanks
+from paddle_vl.nn.parameter_table import CheckpointRanks, Saved
 
 if TYPE_CHECKING:
     from paddle_vl.nn.master_weights import ParameterStore

@@ -22,6 +22,7 @@ import paddle_vl.nn
 import paddle_vl.testing
 from paddle_vl.doctor.check import CHECKS, Check, Machine, Result, info, ok, wrong
 from paddle_vl.doctor.environment import uses_tf32
+from paddle_vl.nn.dispatch import OPERATIONS, Operation, use_kernels
 from paddle_vl.nn.examples import (
     ATTENTION,
     COMPARED,
@@ -36,7 +37,6 @@ from paddle_vl.nn.examples import (
     name_of,
     values_and_gradients,
 )
-from paddle_vl.nn.operations import OPERATIONS, Operation, use_kernels
 from paddle_vl.testing.comparison import differences
 
 _SEED = 7

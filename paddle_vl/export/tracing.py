@@ -15,14 +15,9 @@ from paddle.jit.dy2static.program_translator import FunctionCache, convert_to_st
 from paddle_vl.batch import rows, visual_index
 from paddle_vl.families.vlm import embedding_inputs
 from paddle_vl.nn.attention import RotaryTables, apply_rotary
-from paddle_vl.nn.operations import (
-    HostTable,
-    Operation,
-    layer_norm,
-    operation,
-    swiglu,
-    use_kernels,
-)
+from paddle_vl.nn.dispatch import Operation, operation, use_kernels
+from paddle_vl.nn.operations import layer_norm, swiglu
+from paddle_vl.nn.transfer import HostTable
 
 _kernels: Mapping[Operation, Callable[..., Any]] = {}
 

@@ -9,7 +9,7 @@ token rows, or any leading dims.
 
 The plain implementations are Paddle's `scaled_dot_product_attention`, or a composition in float32.
 Kernels: C or query blocks on the CPU (`paddle_vl.nn.cpu`); flash attention on a GPU, over a mask's
-row intervals where it has them (`paddle_vl.nn.gpu.attention`).
+row intervals where it has them (`paddle_vl.nn.gpu`).
 
 Rotary angles are float32: in bfloat16, position 300 is off by up to one radian. Channel i is
 rotated with channel i + H/2 ("rotate half" of HF transformers).
@@ -28,7 +28,8 @@ from paddle import Tensor
 
 from paddle_vl.batch.positions import key_ends
 from paddle_vl.nn.attention_masks import MASKED_SCORE, AttentionMask
-from paddle_vl.nn.operations import device_tensor, host_table, operation
+from paddle_vl.nn.dispatch import operation
+from paddle_vl.nn.transfer import device_tensor, host_table
 
 Made = TypeVar("Made")
 

@@ -27,7 +27,7 @@ from paddle_vl.nn.delta_rule import (
     sequence_chunks,
     states_in_order,
 )
-from paddle_vl.nn.operations import host_table
+from paddle_vl.nn.transfer import host_table
 
 
 class _Terms(NamedTuple):

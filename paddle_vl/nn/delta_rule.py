@@ -33,7 +33,8 @@ import paddle.nn.functional as F
 from paddle import Tensor
 
 from paddle_vl.nn.attention import PackedSamples
-from paddle_vl.nn.operations import device_tensor, host_table, operation
+from paddle_vl.nn.dispatch import operation
+from paddle_vl.nn.transfer import device_tensor, host_table
 
 CHUNK = 64
 # Added to the sum of squares of queries and keys, whatever the model's other norms add.

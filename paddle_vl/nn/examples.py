@@ -31,8 +31,8 @@ from paddle_vl.nn.attention_masks import (
     KeyMask,
     SliceMask,
 )
+from paddle_vl.nn.dispatch import Operation
 from paddle_vl.nn.experts import GroupSizes
-from paddle_vl.nn.operations import Operation
 
 Dtype = Literal["float32", "bfloat16"]
 # Key of the result among `values_and_gradients`.

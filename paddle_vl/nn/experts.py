@@ -18,7 +18,8 @@ from paddle import Tensor, nn
 from paddle.autograd import PyLayer
 from paddle.nn.initializer import Normal
 
-from paddle_vl.nn.operations import operation, swiglu
+from paddle_vl.nn.dispatch import operation
+from paddle_vl.nn.operations import swiglu
 
 
 class Dispatch(NamedTuple):

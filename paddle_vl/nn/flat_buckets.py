@@ -25,6 +25,8 @@ import paddle
 from paddle import Tensor
 from paddle.base.framework import EagerParamBase
 
+from paddle_vl.nn.linear import gradient_of
+
 # Paddle's names of a parameter's optimizer state: the moments, and the powers of beta so far.
 STATES = ("moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc")
 POWERS = STATES[2:]
@@ -264,3 +266,12 @@ def grouped(
         open_ones[key] = [*taken, number], filled + size
     for key, (taken, _) in open_ones.items():
         yield key, taken
+
+
+def fill_gradient(tensor: Tensor) -> None:
+    """Give a tensor without a gradient one of zeros; also each tensor of a flat bucket."""
+    bucket = getattr(tensor, "bucket", None)
+    if bucket is not None:
+        bucket.fill()
+    elif gradient_of(tensor) is None:
+        tensor.grad = paddle.zeros_like(tensor)

@@ -1,7 +1,7 @@
 """The table of kernels: for each operation its faster implementations, in order of preference.
 
 A call of an operation takes the first kernel of its tensors' device that may be used now and fits
-the arguments; see `paddle_vl.nn.operations`. Where none does, the plain implementation runs: on
+the arguments; see `paddle_vl.nn.dispatch`. Where none does, the plain implementation runs: on
 other devices, for other dtypes, and with `train.kernels=plain`. Importing this module fills in the
 table.
 """
@@ -9,14 +9,12 @@ table.
 from collections import Counter
 from typing import Any
 
-from paddle_vl.nn import attention, delta_rule, experts, linear, operations
+from paddle_vl.nn import attention, delta_rule, experts, gpu, linear, operations
 from paddle_vl.nn import chunked_delta_rule as chunked
 from paddle_vl.nn.cpu import attention as blocks
 from paddle_vl.nn.cpu import compiled as c
 from paddle_vl.nn.cpu import kernels as cpu
-from paddle_vl.nn.gpu import attention as flash
-from paddle_vl.nn.gpu import kernels as gpu
-from paddle_vl.nn.operations import OPERATIONS, Kernel, Operation, chosen_kernels
+from paddle_vl.nn.dispatch import OPERATIONS, Kernel, Operation, chosen_kernels
 
 
 def _on_both(layer: Any) -> list[Kernel]:
@@ -28,26 +26,26 @@ TABLE: dict[Operation, list[Kernel]] = {
     attention.causal_attention: [
         Kernel("cpu", "C", c.causal_attention, c.fits_causal),
         Kernel("cpu", "oneDNN", blocks.causal_attention),
-        Kernel("gpu", "Paddle", flash.causal_attention, flash.fits_causal),
+        Kernel("gpu", "Paddle", gpu.causal_attention, gpu.fits_causal),
     ],
     attention.equal_segments_attention: [
         Kernel("cpu", "C", c.equal_segments_attention, c.fits_segments),
         Kernel("cpu", "oneDNN", blocks.equal_segments_attention),
-        Kernel("gpu", "Paddle", flash.equal_segments_attention, flash.fits_flash),
+        Kernel("gpu", "Paddle", gpu.equal_segments_attention, gpu.fits_flash),
     ],
-    attention.runs_attention: [Kernel("gpu", "Paddle", flash.runs_attention, flash.fits_runs)],
+    attention.runs_attention: [Kernel("gpu", "Paddle", gpu.runs_attention, gpu.fits_runs)],
     attention.masked_attention: [
         Kernel("cpu", "C", c.masked_attention, c.fits_masked),
         Kernel("cpu", "oneDNN", blocks.masked_attention),
-        Kernel("gpu", "Paddle", flash.masked_attention, flash.fits_flash),
+        Kernel("gpu", "Paddle", gpu.masked_attention, gpu.fits_flash),
     ],
     attention.cached_attention: [
         Kernel("cpu", "Paddle", cpu.cached_attention, cpu.is_one_query),
-        Kernel("gpu", "Paddle", flash.cached_attention, flash.fits_cached),
+        Kernel("gpu", "Paddle", gpu.cached_attention, gpu.fits_cached),
     ],
     attention.paged_attention: [
         Kernel("cpu", "C", c.paged_attention, c.fits_paged),
-        Kernel("gpu", "Paddle", flash.paged_attention, flash.fits_flash),
+        Kernel("gpu", "Paddle", gpu.paged_attention, gpu.fits_flash),
     ],
     attention.apply_rotary: [
         Kernel("cpu", "C", c.apply_rotary, c.fits_rotary),

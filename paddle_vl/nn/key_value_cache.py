@@ -14,7 +14,7 @@ from paddle_vl.nn.attention import (
     causal_attention,
     paged_attention,
 )
-from paddle_vl.nn.operations import device_of
+from paddle_vl.nn.dispatch import device_of
 
 
 class KeyValueCache:

@@ -20,10 +20,11 @@ import paddle.nn.functional as F
 from paddle import Tensor, nn
 from paddle.nn.initializer import Constant, Initializer, Normal, Uniform
 
+from paddle_vl.nn.dispatch import operation
 from paddle_vl.nn.lora import LowRank, LowRankSettings
-from paddle_vl.nn.objective import Predict
-from paddle_vl.nn.operations import operation
 
+# The logits `[R, V]` of rows and parameters.
+Predict = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 # Makes a tensor of a head's predictions, its rows and its parameters, see `VocabHead.forward`.
 Reduced = Callable[[Predict, Sequence[Tensor], Sequence[Tensor]], Tensor]
 
@@ -60,8 +61,15 @@ def biased_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def use_product(weight: Tensor, product: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> None:
-    """Make `linear` call `product(x, weight, bias)` for this weight."""
+    """Make `linear` call `product(x, weight, bias)` for this weight. One of fleet's may add to a
+    float32 `main_grad` of the weight."""
     weight.product = product
+
+
+def gradient_of(tensor: Tensor) -> Tensor | None:
+    """The gradient for the optimizer: fleet's float32 `main_grad` if set, else `grad`."""
+    main = getattr(tensor, "main_grad", None)
+    return tensor.grad if main is None else main
 
 
 class AdaptableLinear(nn.Layer):

@@ -1,8 +1,9 @@
-"""Table of this rank's parameters and how each is sharded or replicated: one `ParamSpec` each."""
+"""Table of this rank's parameters: how each is sharded or replicated, one `ParamSpec` each; and the
+ranks that have all shards between them, and save them together."""
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import paddle
 from paddle import Tensor
 
 from paddle_vl.nn.linear import column_slices, fused_columns
+from paddle_vl.nn.transfer import host_array
 
 # All-gather of tensors of equal size over a group, in the group's order.
 AllGather = Callable[[Tensor, Any], list[np.ndarray]]
@@ -208,6 +210,61 @@ class ParameterTable:
         return self._encoder_group if spec.is_encoder else self._mp_group
 
 
+class Seat(NamedTuple):
+    """What one of the ranks with the same layers has of their parameters.
+
+    Attributes:
+        group: number of the ranks that have all of these between them and exchange values.
+        ep, mp, sharding, expert_sharding: coordinates, which say what shards it has.
+    """
+
+    group: int
+    ep: int = 0
+    mp: int = 0
+    sharding: int = 0
+    expert_sharding: int = 0
+
+
+@dataclass(frozen=True)
+class CheckpointRanks:
+    """The ranks that write one model together, and this rank's place among them.
+
+    Attributes:
+        rank, size: index of this rank among the ranks with the same layers, and their number.
+        stage: its pipeline stage.
+        seats: of the ranks with the same layers, in order; none if each has all parameters of them.
+        of_stages: all ranks, in order, if those of several stages have shards of an encoder.
+        writers: of all ranks, the numbers of those of the first stage.
+    """
+
+    rank: int = 0
+    size: int = 1
+    stage: int = 0
+    seats: Sequence[Seat] = field(default=(), repr=False)
+    of_stages: "CheckpointRanks | None" = field(default=None, repr=False)
+    writers: Sequence[int] = field(default=(), repr=False)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes the files that only one rank writes."""
+        return self.rank == 0 and self.stage == 0
+
+    def exchanged(self, message: Tensor, leaving: list[int], arriving: list[int]) -> Tensor:
+        """All-to-all of a flat tensor over this rank's group of seats.
+
+        Args:
+            leaving, arriving: numbers of values to and from each rank of the group.
+        """
+        raise AssertionError("each rank has all of the parameters")
+
+    def wait(self) -> None:
+        """Barrier of all ranks that write the model."""
+
+    def gather_stages(self, value: Any) -> list[Any]:
+        """The JSON values of all pipeline stages, in order; collective."""
+        return [value]
+
+
 class Spread(NamedTuple):
     """Where the values of a parameter's shape are.
 
@@ -252,17 +309,3 @@ def _refuse(value: Any, group: Any) -> Any:
 def _cuts(spec: ParamSpec, ranks: int = 1) -> list[int]:
     """Boundaries between blocks in the full value, or in one of `ranks` shards."""
     return np.cumsum([width // ranks for width in spec.blocks])[:-1].tolist()
-
-
-def host_array(tensor: Tensor, copy: bool = True) -> np.ndarray:
-    """A tensor's values on the host; bfloat16 as its bits (uint16).
-
-    Args:
-        copy: False returns the memory of a host tensor unless it is bfloat16, since allocating new
-            memory costs more than the copy itself.
-    """
-    # A view of bfloat16 as int16 needs stride kernels.
-    is_on_host = tensor.place.is_cpu_place() and tensor.dtype != paddle.bfloat16
-    if copy or not is_on_host or not tensor.size:
-        return tensor.numpy()
-    return np.from_dlpack(tensor.detach())

@@ -2,21 +2,22 @@
 
 A model gets a `Placement`. It builds tensor-parallel layers with `placement.layers`, marks with
 `placement.ops` where token rows enter and leave a sequence-parallel region, and reads from
-`placement.stage_layers` which layers its pipeline stage has. `paddle_vl.parallel.tensor` has the
-implementations for several ranks.
+`placement.stage_layers` which layers its pipeline stage has. For several ranks there are
+`paddle_vl.parallel.tensor`, and of `RegionOps` and `Vocabulary` `paddle_vl.parallel.region_ops`.
 
 This is the complete parallelism interface for a new model.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
-from paddle import Tensor, full_like, index_select, nn, where
+import paddle.nn.functional as F
+from paddle import Tensor, nn
 
-from paddle_vl.batch.rows import RowPart
+from paddle_vl.batch.rows import IGNORE_INDEX, RowPart
 from paddle_vl.nn.attention import PackedSamples, causal_attention
 from paddle_vl.nn.attention_masks import SliceMask
 from paddle_vl.nn.experts import Experts
@@ -30,24 +31,15 @@ from paddle_vl.nn.linear import (
     VocabHead,
 )
 from paddle_vl.nn.lora import LowRankSettings
-from paddle_vl.nn.objective import (
-    Predict,
-    TargetRows,
-    TargetSources,
-    TokenStatistics,
-    Vocabulary,
-    summed_cross_entropy,
-    summed_in_chunks,
-)
 from paddle_vl.nn.operations import RowDropout
-from paddle_vl.nn.parameter_table import REPLICATED, ParameterTable, Tie
+from paddle_vl.nn.parameter_table import REPLICATED, CheckpointRanks, ParameterTable, Tie
 
 # Patches (pixels first) and grid of items (images, videos) to merged rows `[M, D]` and G levels of
 # `[M, D]`.
-Encoder = Callable[[Sequence[Tensor], np.ndarray], tuple[Tensor, list[Tensor]]]
+EncodePatches = Callable[[Sequence[Tensor], np.ndarray], tuple[Tensor, list[Tensor]]]
 # Ascending item numbers (None: all items) to their rows `[M, C]`. For no items it returns arbitrary
 # rows, which are dropped: a rank without an item may still have to run the layers.
-ItemEncoder = Callable[[np.ndarray | None], Tensor]
+EncodeItems = Callable[[np.ndarray | None], Tensor]
 Layer = TypeVar("Layer", bound=nn.Layer)
 
 
@@ -82,61 +74,6 @@ class StageLayers:
     def has_layer(self, number: int) -> bool:
         """Whether this stage has that decoder layer."""
         return self.layers is None or number in self.layers
-
-
-class Seat(NamedTuple):
-    """What one of the ranks with the same layers has of their parameters.
-
-    Attributes:
-        group: number of the ranks that have all of these between them and exchange values.
-        ep, mp, sharding, expert_sharding: coordinates, which say what shards it has.
-    """
-
-    group: int
-    ep: int = 0
-    mp: int = 0
-    sharding: int = 0
-    expert_sharding: int = 0
-
-
-@dataclass(frozen=True)
-class CheckpointRanks:
-    """The ranks that write one model together, and this rank's place among them.
-
-    Attributes:
-        rank, size: index of this rank among the ranks with the same layers, and their number.
-        stage: its pipeline stage.
-        seats: of the ranks with the same layers, in order; none if each has all parameters of them.
-        of_stages: all ranks, in order, if those of several stages have shards of an encoder.
-        writers: of all ranks, the numbers of those of the first stage.
-    """
-
-    rank: int = 0
-    size: int = 1
-    stage: int = 0
-    seats: Sequence[Seat] = field(default=(), repr=False)
-    of_stages: "CheckpointRanks | None" = field(default=None, repr=False)
-    writers: Sequence[int] = field(default=(), repr=False)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank writes the files that only one rank writes."""
-        return self.rank == 0 and self.stage == 0
-
-    def exchanged(self, message: Tensor, leaving: list[int], arriving: list[int]) -> Tensor:
-        """All-to-all of a flat tensor over this rank's group of seats.
-
-        Args:
-            leaving, arriving: numbers of values to and from each rank of the group.
-        """
-        raise AssertionError("each rank has all of the parameters")
-
-    def wait(self) -> None:
-        """Barrier of all ranks that write the model."""
-
-    def gather_stages(self, value: Any) -> list[Any]:
-        """The JSON values of all pipeline stages, in order; collective."""
-        return [value]
 
 
 # Makes this rank's experts of a layer, given a function that makes so many, and their number.
@@ -178,6 +115,36 @@ class Context:
         return x
 
 
+class Vocabulary:
+    """The ranks that have equal shares of a head's vocabulary: one, with all of it. See
+    `paddle_vl.nn.head_loss`.
+
+    Attributes:
+        rank, size: this rank's number, and that of the ranks.
+    """
+
+    rank, size = 0, 1
+
+    def losses(self, logits_RV: Tensor, targets_R1: Tensor) -> Tensor:
+        """Cross entropy of each row, `[R, 1]` float32; 0 where the target is `IGNORE_INDEX`.
+
+        Args:
+            logits_RV: float32, of this rank's share.
+        """
+        losses_R1: Any = F.cross_entropy(
+            logits_RV, targets_R1, ignore_index=IGNORE_INDEX, reduction="none"
+        )
+        return losses_R1
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The maximum over the ranks, without a gradient."""
+        return x
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum over the ranks, without a gradient."""
+        return x
+
+
 class RegionOps:
     """Operations around the layers of a `LayerFactory`; the identity on one device.
 
@@ -187,6 +154,7 @@ class RegionOps:
         layers_are_collective: whether layers issue collectives (sharded parameters, experts), so
             that all ranks must run the same layers, whatever their data.
         context: the ranks that have this rank's samples between them.
+        vocabulary: the ranks that have shares of the head's logits.
         spreads_vision: whether ranks encode different items in `encode_visual`.
     """
 
@@ -194,7 +162,7 @@ class RegionOps:
 
     def __init__(self, layers_are_collective: bool = False, context: Context | None = None):
         self.layers_are_collective = layers_are_collective
-        self.context = context or Context()
+        self.context, self.vocabulary = context or Context(), Vocabulary()
 
     @property
     def row_part(self) -> RowPart:
@@ -249,7 +217,7 @@ class RegionOps:
 
     def encode_visual(
         self,
-        encode: Encoder,
+        encode: EncodePatches,
         patches: Sequence[Tensor],
         grid_thw: np.ndarray,
         tower: nn.Layer,
@@ -283,7 +251,7 @@ class RegionOps:
 
     def encode_items(
         self,
-        encode: ItemEncoder,
+        encode: EncodeItems,
         costs_I: np.ndarray,
         rows_I: np.ndarray,
         tower: nn.Layer,
@@ -298,75 +266,6 @@ class RegionOps:
             width: C.
         """
         return encode(None)
-
-    def summed_cross_entropy(
-        self,
-        logits_TV: Tensor,
-        targets_T: Tensor,
-        weights_T: Tensor | None = None,
-        sources: TargetSources | None = None,
-    ) -> Tensor:
-        """See `paddle_vl.nn.objective.summed_cross_entropy`; the logits may be sharded."""
-        return summed_cross_entropy(logits_TV, targets_T, weights_T, sources)
-
-    def head_loss(self, head: AdaptableLinear, x_TD: Tensor, targets: TargetRows) -> Tensor:
-        """Summed cross entropy of a `vocab_head`'s predictions for the rows with a target.
-
-        Logits exist for a chunk of these rows at a time, see
-        `paddle_vl.nn.objective.summed_in_chunks`.
-
-        Args:
-            head: of `LayerFactory.vocab_head`.
-            x_TD: all rows, behind `enter_columns` or `enter_head`.
-            targets: the same on every mp rank.
-        """
-
-        def reduced(predict: Predict, rows: Sequence[Tensor], parameters: Sequence[Tensor]):
-            own_vocab = parameters[0].shape[0]
-            return summed_in_chunks(
-                predict, rows, parameters, targets, own_vocab, self.summed_cross_entropy
-            )
-
-        return head(x_TD, reduced)
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        """The ranks over which the head's logits are sharded."""
-        return Vocabulary()
-
-    def head_log_probs(
-        self, head: AdaptableLinear, x_TD: Tensor, targets: TargetRows
-    ) -> TokenStatistics:
-        """Log-probabilities of the targets, and statistics of their rows; arguments as of
-        `head_loss`. Logits exist for a chunk of rows at a time."""
-        from paddle_vl.nn.token_log_probs import log_probs_in_chunks
-
-        def reduced(predict: Predict, rows: Sequence[Tensor], parameters: Sequence[Tensor]):
-            return log_probs_in_chunks(
-                predict, rows, parameters, targets, self.summed_cross_entropy, self.vocabulary
-            )
-
-        return TokenStatistics(*head(x_TD, reduced))
-
-    def head_choices(self, head: AdaptableLinear, x_TD: Tensor, rows_R: Tensor) -> Tensor:
-        """The token of the largest logit after some rows, `[R]` int64 and the same on every mp
-        rank; of equal logits the first. No gradient; arguments as of `head_loss`."""
-        vocabulary = self.vocabulary
-
-        def reduced(predict: Predict, rows: Sequence[Tensor], parameters: Sequence[Tensor]):
-            logits_RV = predict([index_select(x, rows_R) for x in rows], parameters)
-            own_R = logits_RV.astype("float32").max(axis=1)
-            # Float32 has all numbers of a vocabulary.
-            ids_R = (logits_RV.argmax(axis=1) + vocabulary.share * logits_RV.shape[1]).astype(
-                "float32"
-            )
-            is_here_R = own_R == vocabulary.largest(own_R)
-            # Where no logit is a number the last token is taken.
-            last = vocabulary.num_shares * logits_RV.shape[1] - 1
-            ids_R = where(is_here_R, ids_R, full_like(ids_R, last))
-            return -vocabulary.largest(-ids_R)
-
-        return head(x_TD, reduced).astype("int64")
 
 
 class LayerFactory:

@@ -25,8 +25,9 @@ from paddle.distributed.fleet.utils.hybrid_parallel_util import (
     fused_allreduce_gradients_with_group,
 )
 
-from paddle_vl.nn.operations import fill_gradient, rows_in_order
+from paddle_vl.nn.flat_buckets import fill_gradient
 from paddle_vl.nn.parameter_table import ParamSpec
+from paddle_vl.nn.transfer import rows_in_order
 
 # Elements per collective: large enough to hide latency, small beside a model.
 BUCKET_ELEMENTS = 1 << 25

@@ -18,7 +18,7 @@ Ranks with the same experts take different token rows, and sum their gradients:
 
 import numpy as np
 
-from paddle_vl.nn.placement import Seat
+from paddle_vl.nn.parameter_table import Seat
 from paddle_vl.parallel.degrees import ParallelDegrees
 
 # From the outermost axis to the innermost.

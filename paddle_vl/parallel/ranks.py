@@ -13,7 +13,7 @@ import paddle
 import paddle.distributed as dist
 from paddle import Tensor
 
-from paddle_vl.nn.operations import gradient_of
+from paddle_vl.nn.linear import gradient_of
 from paddle_vl.nn.parameter_table import ParamSpec, Tie
 from paddle_vl.parallel.agree import gather_values
 from paddle_vl.parallel.collectives import all_reduce_gradients, all_reduce_partial_gradients

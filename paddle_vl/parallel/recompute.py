@@ -20,6 +20,7 @@ from paddle.distributed.fleet.utils import recompute
 
 from paddle_vl.nn import operations as ops
 from paddle_vl.nn.delta_rule import gated_rms_norm
+from paddle_vl.nn.dispatch import watched
 from paddle_vl.parallel.layer_wrappers import Level, wrap_layer
 
 # Names of the sublayers that are a layer's attention, or in its place, and its MLP or experts.
@@ -140,5 +141,5 @@ def _without_cheap_outputs(layer: nn.Layer, forward: Callable[..., Any], *inputs
         x.stop_gradient = kept.stop_gradient
         return x
 
-    with ops.watched(note), saved_tensors_hooks(pack, unpack):
+    with watched(note), saved_tensors_hooks(pack, unpack):
         return forward(*inputs)

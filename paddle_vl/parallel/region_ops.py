@@ -1,4 +1,5 @@
-"""Collectives around tensor-parallel layers, and vision work divided over mp and cp ranks.
+"""`RegionOps` and `Vocabulary` of `paddle_vl.nn.placement` for several ranks: collectives around
+tensor-parallel layers, and vision work divided over mp and cp ranks.
 
 With `parallel.vision=spread` every item (image, video) is encoded on one rank, balanced by cost,
 and one all-gather gives all rows to every rank. Its backward is one all-reduce if ranks use
@@ -25,9 +26,9 @@ from paddle.distributed.fleet.utils.sequence_parallel_utils import (
 )
 
 from paddle_vl.batch.rows import IGNORE_INDEX, RowPart
-from paddle_vl.nn.objective import TargetSources, Vocabulary
-from paddle_vl.nn.operations import device_tensor, rows_in_order, slice_axis
-from paddle_vl.nn.placement import Encoder, ItemEncoder, RegionOps
+from paddle_vl.nn.operations import slice_axis
+from paddle_vl.nn.placement import EncodeItems, EncodePatches, RegionOps, Vocabulary
+from paddle_vl.nn.transfer import device_tensor, rows_in_order
 from paddle_vl.parallel.collectives import (
     all_gathered_in_order,
     all_reduced,
@@ -36,6 +37,23 @@ from paddle_vl.parallel.collectives import (
     rows_of_items,
 )
 from paddle_vl.parallel.context_parallel import ContextGroup
+
+
+class VocabularyGroup(Vocabulary):
+    """One rank of a group that has equal shares of a head's vocabulary."""
+
+    def __init__(self, group: Any):
+        self.group, self.rank, self.size = group, group.rank, group.nranks
+        self._cross_entropy = ParallelCrossEntropy(group, ignore_index=IGNORE_INDEX)
+
+    def losses(self, logits_RV: Tensor, targets_R1: Tensor) -> Tensor:
+        return self._cross_entropy(logits_RV, targets_R1)
+
+    def largest(self, x: Tensor) -> Tensor:
+        return all_reduced(x, self.group, dist.ReduceOp.MAX)
+
+    def total(self, x: Tensor) -> Tensor:
+        return all_reduced(x, self.group)
 
 
 class SpreadOps(RegionOps):
@@ -64,7 +82,7 @@ class SpreadOps(RegionOps):
 
     def encode_visual(
         self,
-        encode: Encoder,
+        encode: EncodePatches,
         patches: Sequence[Tensor],
         grid_thw: np.ndarray,
         tower: nn.Layer,
@@ -112,7 +130,7 @@ class SpreadOps(RegionOps):
 
     def encode_items(
         self,
-        encode: ItemEncoder,
+        encode: EncodeItems,
         costs_I: np.ndarray,
         rows_I: np.ndarray,
         tower: nn.Layer,
@@ -183,7 +201,7 @@ class FleetRegionOps(SpreadOps):
         assert sequence_parallel or not experts_are_whole, "a rule of ParallelDegrees"
         self.experts_are_whole = experts_are_whole
         self.mp_group, self.sequence_parallel = mp_group, sequence_parallel
-        self.cross_entropy = ParallelCrossEntropy(mp_group, ignore_index=IGNORE_INDEX)
+        self.vocabulary = VocabularyGroup(mp_group)
 
     @property
     def replica_group(self) -> Any:
@@ -231,32 +249,6 @@ class FleetRegionOps(SpreadOps):
     def enter_replicated(self, x: Tensor) -> Tensor:
         return divide_gradient(x, self.mp_group.nranks)
 
-    def summed_cross_entropy(
-        self,
-        logits_TV: Tensor,
-        targets_T: Tensor,
-        weights_T: Tensor | None = None,
-        sources: TargetSources | None = None,
-    ) -> Tensor:
-        loss_T1 = self.cross_entropy(logits_TV.astype("float32"), targets_T.unsqueeze(1))
-        if sources is not None:
-            sources.add(loss_T1)
-        if weights_T is not None:
-            loss_T1 = loss_T1 * weights_T.unsqueeze(1)
-        return loss_T1.sum()
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        group = self.mp_group
-        if group.nranks == 1:
-            return Vocabulary()
-        return Vocabulary(
-            group.rank,
-            group.nranks,
-            lambda x: all_reduced(x, group, dist.ReduceOp.MAX),
-            lambda x: all_reduced(x, group),
-        )
-
 
 def assign_items(costs_I: np.ndarray, num_ranks: int) -> list[np.ndarray]:
     """Item numbers of every rank, ascending; greedily, each next costly item to the least loaded.
@@ -272,7 +264,7 @@ def assign_items(costs_I: np.ndarray, num_ranks: int) -> list[np.ndarray]:
 
 
 def _encode_packed(
-    encode: Encoder,
+    encode: EncodePatches,
     patches: Sequence[Tensor],
     grid_thw: np.ndarray,
     items: np.ndarray,

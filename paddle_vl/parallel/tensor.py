@@ -21,14 +21,12 @@ from paddle.nn.initializer import Normal
 from paddle_vl.nn.experts import Experts
 from paddle_vl.nn.linear import AdaptableLinear, Columns, VocabHead
 from paddle_vl.nn.operations import RowDropout
-from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec
+from paddle_vl.nn.parameter_table import CheckpointRanks, ParameterTable, ParamSpec, Seat
 from paddle_vl.nn.placement import (
-    CheckpointRanks,
     Layer,
     LayerFactory,
     Placement,
     RegionOps,
-    Seat,
     ShardExperts,
     StageLayers,
 )

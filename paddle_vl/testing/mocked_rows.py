@@ -7,8 +7,8 @@ from paddle import Tensor, nn
 
 from paddle_vl.batch.rows import RowPart
 from paddle_vl.nn.linear import Columns
-from paddle_vl.nn.parameter_table import ParameterTable
-from paddle_vl.nn.placement import CheckpointRanks, LayerFactory, Placement, RegionOps, StageLayers
+from paddle_vl.nn.parameter_table import CheckpointRanks, ParameterTable
+from paddle_vl.nn.placement import LayerFactory, Placement, RegionOps, StageLayers
 
 
 class MockedRows(RegionOps):

@@ -13,8 +13,7 @@ from paddle import Tensor, nn
 
 from paddle_vl.checkpoint.reading import fill_parameters
 from paddle_vl.checkpoint.rules import Same, StoredParameter
-from paddle_vl.nn.linear import fused_columns
-from paddle_vl.nn.operations import gradient_of
+from paddle_vl.nn.linear import fused_columns, gradient_of
 from paddle_vl.nn.parameter_table import joined_shards
 
 # Replicas may differ by this much of their largest entry.

@@ -22,9 +22,9 @@ from paddle_vl.config.schema import RunConfig
 from paddle_vl.config.validate import launch_problems, step_problems
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.base import BuiltModel, Family, MeanLosses, SaveModel
+from paddle_vl.nn.dispatch import choose_kernels
 from paddle_vl.nn.kernels import description
 from paddle_vl.nn.master_weights import ParameterStore
-from paddle_vl.nn.operations import choose_kernels
 from paddle_vl.nn.placement import Placement
 from paddle_vl.parallel.agree import check_data_agree, check_fields_agree, check_settings_agree
 from paddle_vl.parallel.colocated.runner import ColocatedRunner, PartsStore

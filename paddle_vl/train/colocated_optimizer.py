@@ -11,8 +11,8 @@ import paddle
 from paddle import Tensor
 
 from paddle_vl.checkpoint.safetensors_io import TensorToWrite
+from paddle_vl.nn.linear import gradient_of
 from paddle_vl.nn.master_weights import ParameterStore
-from paddle_vl.nn.operations import gradient_of
 from paddle_vl.nn.parameter_table import ParamSpec
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train.optimizer import Optimizer

@@ -7,7 +7,7 @@ import paddle
 
 from paddle_vl.batch.schema import Batch
 from paddle_vl.families.base import MeanLosses, Measure
-from paddle_vl.nn.objective import Loss, weighted_loss, zero_terms
+from paddle_vl.nn.objective import Loss, weighted_loss
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train.step import Runner
 
@@ -32,7 +32,7 @@ def mean_losses(
         ValueError: the count of a loss term is 0.
     """
     loss, adapter, model = runner.loss, runner.adapter, runner.model
-    sums, counts = zero_terms(loss).astype("float64"), [0] * len(loss.terms)
+    sums, counts = paddle.zeros([len(loss.terms)], "float64"), [0] * len(loss.terms)
     was_training = model.training
     model.eval()
     if measure is not None:

@@ -19,9 +19,8 @@ from paddle.base.framework import default_main_program
 
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.nn.flat_buckets import POWERS, STATES, FlatBucket, grouped
-from paddle_vl.nn.linear import names_by_parameter
+from paddle_vl.nn.linear import gradient_of, names_by_parameter
 from paddle_vl.nn.master_weights import MasterWeights, ParameterStore, exchange_values
-from paddle_vl.nn.operations import gradient_of
 from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec, Saved
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.parallel.sharding import FleetSharding

@@ -22,8 +22,8 @@ from paddle import Tensor
 from paddle_vl.batch.schema import SOURCE_COUNTS, SOURCE_TARGETS, Batch
 from paddle_vl.nn.experts import ExpertCapacity
 from paddle_vl.nn.master_weights import ParameterStore
-from paddle_vl.nn.objective import BatchAdapter, Loss, zero_terms
-from paddle_vl.nn.operations import device_tensor
+from paddle_vl.nn.objective import BatchAdapter, Loss
+from paddle_vl.nn.transfer import device_tensor
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train.colocated_optimizer import ColocatedOptimizer
 from paddle_vl.train.optimizer import Optimizer
@@ -215,7 +215,7 @@ class ModelRunner:
         store: ParameterStore | None = None,
         num_sources: int = 0,
     ) -> Tensor:
-        terms = zero_terms(self.loss, num_sources)
+        terms = paddle.zeros([len(self.loss.terms) + num_sources])
         num_batches = len(batches) * self.ranks.data_size
         for batch in batches:
             with phase(Phase.FORWARD):

@@ -11,8 +11,8 @@ from paddle import Tensor, nn
 from paddle.distributed import fleet
 
 from paddle_vl.config.schema import TrainConfig
+from paddle_vl.nn.linear import gradient_of
 from paddle_vl.nn.master_weights import MasterWeights
-from paddle_vl.nn.operations import gradient_of
 from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.ranks import FleetRanks

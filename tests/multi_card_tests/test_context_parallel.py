@@ -28,8 +28,8 @@ from paddle_vl.families.vlm.inputs.collate import (
     PackedCollator,
     SourcesCollator,
     VLCollator,
+    prepared,
 )
-from paddle_vl.families.vlm.inputs.prepared import prepared
 from paddle_vl.families.vlm.objective import VLBatchAdapter, sliced
 from paddle_vl.families.vlm.own_pixels import with_own_pixels
 from paddle_vl.parallel import context_parallel

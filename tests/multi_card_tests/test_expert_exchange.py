@@ -23,8 +23,8 @@ import pytest
 
 from paddle_vl import Qwen3VLForConditionalGeneration
 from paddle_vl.families.vlm.objective import empty_batch
+from paddle_vl.nn.dispatch import use_kernels
 from paddle_vl.nn.experts import ExpertCapacity
-from paddle_vl.nn.operations import use_kernels
 from paddle_vl.parallel.agree import gather_values
 from paddle_vl.parallel.collectives import all_reduce_gradients, all_reduce_partial_gradients
 from paddle_vl.parallel.degrees import ParallelDegrees

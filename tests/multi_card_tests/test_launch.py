@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from paddle_vl.nn.operations import has_compiled
+from paddle_vl.nn.dispatch import has_compiled
 from tests.support.launch import launch, outcome_of, run_checks
 
 

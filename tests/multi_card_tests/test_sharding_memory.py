@@ -32,9 +32,10 @@ from paddle_vl.checkpoint.reading import Materializable
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
 from paddle_vl.checkpoint.writing import save_parameters
 from paddle_vl.config.schema import TrainConfig
+from paddle_vl.nn.linear import gradient_of
 from paddle_vl.nn.master_weights import MasterWeights
-from paddle_vl.nn.operations import gradient_of
-from paddle_vl.nn.placement import CheckpointRanks, SingleDevicePlacement
+from paddle_vl.nn.parameter_table import CheckpointRanks
+from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.sharding import FleetSharding, Sharding, ShardingOptions

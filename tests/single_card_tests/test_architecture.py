@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from paddle_vl.nn.cpu.compiled import SWITCH
-from paddle_vl.nn.operations import set_compiled
+from paddle_vl.nn.dispatch import set_compiled
 from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
 from tests.support.implementations import require_compiled
 

@@ -12,7 +12,7 @@ HEAD = 128
 TOWER_WIDTH, TOWER_LAYERS, TOWER_PARAMETERS, PATCH, LEVELS = 1152, 27, 576_000_000, 1536, 3
 LAYER_PARAMETERS = 2 * WIDTH * (QUERIES + KEYS) + 3 * WIDTH * INNER
 TABLE_PARAMETERS = VOCABULARY * WIDTH
-# Logits that exist at once, see `paddle_vl.nn.objective`.
+# Logits that exist at once, see `paddle_vl.nn.head_loss`.
 CHUNK = 1 << 27
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paddle_vl.nn.cpu import compiled, compiler
-from paddle_vl.nn.operations import has_compiled, set_compiled, use_kernels
+from paddle_vl.nn.dispatch import has_compiled, set_compiled, use_kernels
 from tests.support.gpu_stubs import pretended
 
 

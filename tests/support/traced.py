@@ -20,9 +20,10 @@ from paddle.autograd import PyLayer
 
 from paddle_vl.families.pi07 import prefix
 from paddle_vl.nn import linear
+from paddle_vl.nn.dispatch import OPERATIONS, Kernel
 from paddle_vl.nn.experts import grouped_linear
-from paddle_vl.nn.operations import OPERATIONS, HostTable, Kernel
 from paddle_vl.nn.parameter_table import ParameterTable
+from paddle_vl.nn.transfer import HostTable
 from tests.support.gpu_stubs.pretended import pretended_gpu
 
 

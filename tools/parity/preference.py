@@ -21,9 +21,8 @@ from paddle_vl.checkpoint.adapter_files import is_low_rank
 from paddle_vl.checkpoint.reading import checkpoint_tensors, stored_value
 from paddle_vl.checkpoint.rules import by_parameter
 from paddle_vl.config.schema import TrainConfig
-from paddle_vl.families.vlm.inputs.collate import VLCollator
+from paddle_vl.families.vlm.inputs.collate import VLCollator, prepared
 from paddle_vl.families.vlm.inputs.preference import PreferenceCollator
-from paddle_vl.families.vlm.inputs.prepared import prepared
 from paddle_vl.families.vlm.objective import VLBatchAdapter
 from paddle_vl.families.vlm.preference.objective import PreferenceAdapter, PreferenceLoss
 from paddle_vl.families.vlm.preference.settings import PreferenceConfig

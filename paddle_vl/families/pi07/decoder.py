@@ -40,8 +40,9 @@ from paddle_vl.nn.attention import (
 from paddle_vl.nn.attention_masks import AttentionMask, BlockMask
 from paddle_vl.nn.key_value_cache import KeyValueCache
 from paddle_vl.nn.linear import Columns, Linear
-from paddle_vl.nn.operations import GemmaRMSNorm, geglu, host_table, rms_quotient
+from paddle_vl.nn.operations import GemmaRMSNorm, geglu, rms_quotient
 from paddle_vl.nn.placement import Placement
+from paddle_vl.nn.transfer import host_table
 
 # Keys and values `[B, S, K, H]`; keys are normalized and rotated.
 KeyValue = tuple[Tensor, Tensor]

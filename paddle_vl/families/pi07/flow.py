@@ -49,8 +49,8 @@ from paddle_vl.families.pi07.prefix import (
 )
 from paddle_vl.nn.attention_masks import BlockMask, KeyMask
 from paddle_vl.nn.linear import Linear, separate
-from paddle_vl.nn.operations import device_tensor, host_table
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement
+from paddle_vl.nn.transfer import device_tensor, host_table
 
 if TYPE_CHECKING:
     from paddle_vl.config.schema import LoRAConfig

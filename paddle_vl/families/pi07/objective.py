@@ -12,7 +12,8 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.batch.rows import IGNORE_INDEX, target_rows
+from paddle_vl.batch.positions import target_rows
+from paddle_vl.batch.rows import IGNORE_INDEX
 from paddle_vl.batch.schema import Batch
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.samples import Collator

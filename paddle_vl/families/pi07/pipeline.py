@@ -32,7 +32,7 @@ from paddle_vl.families.pi07.decoder import SharedConditions, Streams
 from paddle_vl.families.pi07.flow import PolicyModel, as_tensors
 from paddle_vl.families.pi07.objective import PolicyBatchAdapter
 from paddle_vl.families.pi07.prefix import CAMERA_MASKS, IMAGES, Presence, presence_of
-from paddle_vl.nn.operations import device_tensor
+from paddle_vl.nn.transfer import device_tensor
 
 # Entry of a batch whose images the tower has read already: its `ImageRows`.
 IMAGE_ROWS = "image_rows"

@@ -43,8 +43,8 @@ from paddle_vl.families.policy.acting import (
 )
 from paddle_vl.families.policy.model_inputs import EOS, PlannerInputs
 from paddle_vl.families.policy.normalize import planner_normalizers
+from paddle_vl.nn.head_loss import TargetRows, head_loss
 from paddle_vl.nn.key_value_cache import KeyValueCache
-from paddle_vl.nn.objective import TargetRows
 from paddle_vl.nn.placement import Placement
 
 
@@ -135,7 +135,7 @@ class PI07HighLevelPlannerModel(PolicyModel):
             targets = TargetRows(found_2R[0], found_2R[1])
         ops, trains = self.placement.ops, f"CE_{name}" not in self.untrained_losses
         with paddle.set_grad_enabled(trains and paddle.is_grad_enabled()):
-            return ops.head_loss(self.lm_head, ops.enter_head(rows_TD), targets)
+            return head_loss(self.lm_head, ops.enter_head(rows_TD), targets, ops.vocabulary)
 
     def head(self, rows: Tensor) -> Tensor:
         """Logits `[..., V]` of rows `[..., D]`, or this rank's vocabulary shard of them."""

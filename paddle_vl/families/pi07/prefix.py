@@ -32,8 +32,9 @@ from paddle.nn.initializer import Initializer, Normal, Uniform
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.vision import VideoEncoder
 from paddle_vl.nn.linear import Embedding, Linear, linear
-from paddle_vl.nn.operations import host_table, slice_axis
+from paddle_vl.nn.operations import slice_axis
 from paddle_vl.nn.placement import Placement
+from paddle_vl.nn.transfer import host_table
 
 PAD_ID = 0
 # From names of `IMAGES` to the tower's pooled rows `[Z * M, U]` of these images of a batch.

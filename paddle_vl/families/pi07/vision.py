@@ -26,15 +26,9 @@ from paddle_vl.families.pi07.config import Gemma3Config, SiglipVisionConfig
 from paddle_vl.nn.attention import Segments, masked_attention
 from paddle_vl.nn.attention_masks import HistoryMask
 from paddle_vl.nn.linear import Linear
-from paddle_vl.nn.operations import (
-    GemmaRMSNorm,
-    LayerNorm,
-    activation,
-    host_table,
-    rows_in_order,
-    slice_axis,
-)
+from paddle_vl.nn.operations import GemmaRMSNorm, LayerNorm, activation, slice_axis
 from paddle_vl.nn.placement import Placement
+from paddle_vl.nn.transfer import host_table, rows_in_order
 
 # Shortest and longest period of the code of a frame's age, in frames.
 _SHORTEST, _LONGEST = 4e-3, 40.0

@@ -22,7 +22,7 @@ from paddle_vl.families.vlm.generate import EmbeddedPrompts, step_logits
 from paddle_vl.families.vlm.layers import VisionFeatures, decoder_positions
 from paddle_vl.families.vlm.row_adapters import RowAdapters
 from paddle_vl.nn.attention import PagedKeys
-from paddle_vl.nn.operations import device_tensor
+from paddle_vl.nn.transfer import device_tensor
 
 # Rows of whole tiles of a matrix product, on CPUs and GPUs.
 _TILE = 16

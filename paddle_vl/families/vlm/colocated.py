@@ -21,7 +21,7 @@ from paddle_vl.families.vlm.device_batch import DeviceBatch
 from paddle_vl.families.vlm.model import VLForConditionalGeneration
 from paddle_vl.families.vlm.objective import VLBatchAdapter
 from paddle_vl.families.vlm.pipeline import VLStage
-from paddle_vl.nn.operations import device_tensor, rows_in_order
+from paddle_vl.nn.transfer import device_tensor, rows_in_order
 
 # Entry of a batch: data-parallel ranks with images or videos in this micro-batch.
 RANKS_WITH_VISUAL = "num_ranks_with_visual"

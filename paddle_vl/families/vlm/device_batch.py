@@ -27,8 +27,8 @@ from paddle_vl.files.names import refuse_foreign
 from paddle_vl.nn.attention import PackedSamples
 from paddle_vl.nn.attention_masks import SliceMask
 from paddle_vl.nn.experts import ExpertCapacity
-from paddle_vl.nn.operations import device_tensor, host_array
 from paddle_vl.nn.placement import RegionOps
+from paddle_vl.nn.transfer import device_tensor, host_array
 
 Array = np.ndarray | Tensor
 

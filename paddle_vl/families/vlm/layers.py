@@ -46,9 +46,9 @@ from paddle_vl.nn.operations import (
     gelu,
     swiglu,
     times_constant,
-    true_positions,
 )
 from paddle_vl.nn.placement import Placement
+from paddle_vl.nn.transfer import true_positions
 
 
 class VisionFeatures(NamedTuple):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+import paddle
 from paddle import Tensor, nn
 
 from paddle_vl.batch.positions import PatchRows, frame_runs, vision_layout
@@ -27,17 +28,20 @@ from paddle_vl.families.vlm.layers import VisionFeatures, VisionTower
 from paddle_vl.families.vlm.moe import LoadBalance
 from paddle_vl.families.vlm.pretrained import PretrainedVLModel
 from paddle_vl.nn.attention import Segments
-from paddle_vl.nn.key_value_cache import KeyValueCache, KeyValuePool, RowPool
-from paddle_vl.nn.objective import (
-    SourceSums,
+from paddle_vl.nn.head_loss import (
     TargetRows,
     TargetSources,
     TokenStatistics,
+    head_choices,
+    head_log_probs,
+    head_loss,
     next_token_targets,
     num_targets,
+    summed_cross_entropy,
 )
-from paddle_vl.nn.operations import device_tensor
+from paddle_vl.nn.key_value_cache import KeyValueCache, KeyValuePool, RowPool
 from paddle_vl.nn.placement import Placement
+from paddle_vl.nn.transfer import device_tensor
 
 
 @dataclass
@@ -177,7 +181,9 @@ class VLForConditionalGeneration(PretrainedVLModel):
         if batch.label_weights is not None:
             # Shifted like the labels; the last of a row has no target.
             weights_T = batch.label_weights.roll(-1, axis=1).reshape([-1])
-        loss_sum = self.placement.ops.summed_cross_entropy(logits_TV, targets_T, weights_T)
+        loss_sum = summed_cross_entropy(
+            logits_TV, targets_T, weights_T, vocabulary=self.placement.ops.vocabulary
+        )
         return self._output(logits_BLV, loss_sum, targets_T, batch.num_target_tokens, balance)
 
     def losses(
@@ -186,20 +192,22 @@ class VLForConditionalGeneration(PretrainedVLModel):
         """What targets want of the token rows `[T, D]` after the final norm, without logits."""
         ops, entered_TD = self.placement.ops, self.placement.ops.enter_columns(hidden_TD)
         if targets.wanted == "choices":
-            return VLOutput(choices=ops.head_choices(self.lm_head, entered_TD, targets.rows[0]))
+            choices = head_choices(self.lm_head, entered_TD, targets.rows[0], ops.vocabulary)
+            return VLOutput(choices=choices)
         rows_N, targets_N = targets.rows[0], targets.rows[1]
         if targets.wanted == "log_probs":
             output = self._output(None, None, targets_N, targets.num_tokens, balance)
             wanted = TargetRows(rows_N, targets_N)
-            output.tokens = ops.head_log_probs(self.lm_head, entered_TD, wanted)
+            output.tokens = head_log_probs(self.lm_head, entered_TD, wanted, ops.vocabulary)
             return output
         sources = None
         if targets.sources is not None:
-            sources = TargetSources(targets.sources, SourceSums(targets.num_sources))
+            sources = TargetSources(targets.sources, paddle.zeros([targets.num_sources]))
         wanted = TargetRows(rows_N, targets_N, targets.weights, sources)
-        loss_sum = ops.context.total(ops.head_loss(self.lm_head, entered_TD, wanted))
+        loss_sum = head_loss(self.lm_head, entered_TD, wanted, ops.vocabulary)
+        loss_sum = ops.context.total(loss_sum)
         output = self._output(None, loss_sum, targets_N, targets.num_tokens, balance)
-        output.source_sums = None if sources is None else ops.context.total(sources.sums.total)
+        output.source_sums = None if sources is None else ops.context.total(sources.sums)
         return output
 
     def _output(

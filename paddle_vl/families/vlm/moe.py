@@ -20,8 +20,9 @@ from paddle import Tensor, nn
 
 from paddle_vl.batch.rows import WHOLE_BATCH, RowPart
 from paddle_vl.nn.experts import ExpertCapacity, RoutedRows
-from paddle_vl.nn.operations import column_sum, device_tensor, host_array
+from paddle_vl.nn.operations import column_sum
 from paddle_vl.nn.placement import Placement
+from paddle_vl.nn.transfer import device_tensor, host_array
 
 
 class Routing(NamedTuple):

@@ -17,10 +17,11 @@ from paddle_vl.batch.positions import real_lengths
 from paddle_vl.batch.row_slices import RowSlice
 from paddle_vl.batch.rows import IGNORE_INDEX
 from paddle_vl.batch.schema import GRIDS, WHOLE_ROWS, VLBatch
-from paddle_vl.families.vlm.inputs.prepared import prepared
+from paddle_vl.families.vlm.inputs.collate import prepared
 from paddle_vl.families.vlm.model import VLOutput
 from paddle_vl.nn.objective import BatchAdapter, Loss
 from paddle_vl.nn.placement import Context
+from paddle_vl.nn.transfer import device_tensor
 
 _HOST_ARRAYS = frozenset({*GRIDS, "cu_seqlens", "visual_rows_of_ranks", WHOLE_ROWS})
 
@@ -109,6 +110,16 @@ class VLBatchAdapter(BatchAdapter[VLBatch]):
     def is_for_device(self, name: str) -> bool:
         return name not in _HOST_ARRAYS
 
+    def to_device(self, batch: VLBatch) -> VLBatch:
+        moved = {
+            name: device_tensor(value) if self.is_for_device(name) else value
+            for name, value in batch.items()
+        }
+        return cast(VLBatch, moved)
+
+    def forward(self, model: nn.Layer, batch: VLBatch) -> Any:
+        return model(**batch)
+
     def synchronized(self, batch: VLBatch, needed: Sequence[int], model: nn.Layer) -> VLBatch:
         if needed[0] and model.placement.ops.layers_are_collective and not has_visual(batch):
             return with_unused_image(batch, model.config.vision_config)
@@ -191,7 +202,7 @@ def _own_targets(whole: Any, own: RowSlice) -> dict[str, np.ndarray]:
     if chosen_N.any():
         found = {"target_rows": np.stack([own.places[rows_N[chosen_N]], targets_N[chosen_N]])}
         return found | {name: whole[name][chosen_N] for name in _OF_TARGETS if name in whole}
-    # The head runs on a row without a target, see `paddle_vl.batch.rows.target_rows`.
+    # The head runs on a row without a target, see `paddle_vl.batch.positions.target_rows`.
     found = {"target_rows": np.array([[0], [IGNORE_INDEX]])}
     return found | {name: np.zeros_like(whole[name][:1]) for name in _OF_TARGETS if name in whole}
 

@@ -23,13 +23,17 @@ from paddle_vl.families.vlm.colocated import (
     VisualEncoder,
 )
 from paddle_vl.families.vlm.flops import VLFlops
-from paddle_vl.families.vlm.inputs.collate import PackedCollator, SourcesCollator, VLCollator
+from paddle_vl.families.vlm.inputs.collate import (
+    PackedCollator,
+    PreparedCollator,
+    SourcesCollator,
+    VLCollator,
+)
 from paddle_vl.families.vlm.inputs.conversation import RowReader
 from paddle_vl.families.vlm.inputs.corpus import Corpus
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.open_data import open_conversations
 from paddle_vl.families.vlm.inputs.preference import PreferenceReader
-from paddle_vl.families.vlm.inputs.prepared import PreparedCollator
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.model import VLForConditionalGeneration
 from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss, sliced

@@ -30,7 +30,7 @@ from paddle_vl.nn.cpu.kernels import (
     is_dense,
 )
 from paddle_vl.nn.delta_rule import CHUNK, Reach
-from paddle_vl.nn.operations import has_compiled, set_compiled
+from paddle_vl.nn.dispatch import has_compiled, set_compiled
 
 SWITCH = "PADDLE_VL_CPU_KERNELS"
 _OFF = ("0", "off", "false", "no")

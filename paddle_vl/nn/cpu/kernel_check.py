@@ -10,8 +10,9 @@ import numpy as np
 import paddle
 
 from paddle_vl.nn.cpu import kernels
+from paddle_vl.nn.dispatch import OPERATIONS, Operation, use_kernels
 from paddle_vl.nn.examples import Inputs, Make, Sizes, examples_of, values_and_gradients
-from paddle_vl.nn.operations import OPERATIONS, Operation, dropout, use_kernels
+from paddle_vl.nn.operations import dropout
 
 # Most error of values and gradients, relative to the largest one of a tensor.
 TOLERANCE = 1e-5

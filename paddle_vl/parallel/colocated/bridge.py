@@ -16,7 +16,7 @@ import paddle
 import paddle.distributed as dist
 from paddle import Tensor
 
-from paddle_vl.nn.operations import rows_in_order
+from paddle_vl.nn.transfer import rows_in_order
 from paddle_vl.parallel.collectives import all_gathered_in_order, all_reduced, rows_of_items
 from paddle_vl.parallel.colocated.encoder import ItemEncoder, Items
 from paddle_vl.parallel.colocated.grid import EncoderGroups

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from paddle_vl.nn.placement import Seat
+from paddle_vl.nn.parameter_table import Seat
 
 Kind = Literal["fan-in", "equal", "fan-out"]
 

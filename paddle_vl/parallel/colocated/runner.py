@@ -20,8 +20,8 @@ from paddle import Tensor
 
 from paddle_vl.batch.schema import OTHER_LANES, Batch
 from paddle_vl.nn.flat_buckets import FlatBucket
+from paddle_vl.nn.linear import gradient_of
 from paddle_vl.nn.master_weights import MasterWeights, ParameterStore
-from paddle_vl.nn.operations import gradient_of
 from paddle_vl.nn.parameter_table import Spread
 from paddle_vl.parallel.colocated.bridge import Bridge, Encoded
 from paddle_vl.parallel.colocated.encoder import ItemEncoder

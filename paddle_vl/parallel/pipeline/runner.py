@@ -37,7 +37,7 @@ from paddle_vl.batch.schema import Batch
 from paddle_vl.config.parallel_settings import ReservedRows
 from paddle_vl.nn.linear import use_product
 from paddle_vl.nn.master_weights import ParameterStore
-from paddle_vl.nn.objective import Loss, zero_terms
+from paddle_vl.nn.objective import Loss
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.pipeline.schedule import chunks_of_stage, evaluated_batches, num_chunks
 
@@ -307,7 +307,7 @@ class PipelineRunner:
             self._store.end_micro_batch()
 
     def _summed(self, terms: Sequence[Tensor], num_sources: int = 0) -> Tensor:
-        total = zero_terms(self.loss, num_sources)
+        total = paddle.zeros([len(self.loss.terms) + num_sources])
         for each in terms:
             total = total + each.astype("float32")
         return total

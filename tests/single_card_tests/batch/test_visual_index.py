@@ -22,7 +22,7 @@ from paddle_vl.batch.visual_index import (
     host_visual_indices,
     own_indices,
 )
-from paddle_vl.nn.operations import true_positions
+from paddle_vl.nn.transfer import true_positions
 from paddle_vl.testing import forbid_host_reads
 from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, token_rows
 

@@ -26,8 +26,7 @@ from paddle_vl.checkpoint.safetensors_io import (
 )
 from paddle_vl.checkpoint.writing import write_tensors
 from paddle_vl.nn.linear import Columns, mark_fused
-from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec, Spread
-from paddle_vl.nn.placement import CheckpointRanks, Seat
+from paddle_vl.nn.parameter_table import CheckpointRanks, ParameterTable, ParamSpec, Seat, Spread
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.mesh import expert_shards, stage_seats
 

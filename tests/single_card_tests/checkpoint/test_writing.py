@@ -17,7 +17,7 @@ from paddle_vl.checkpoint.safetensors_io import (
     read_checkpoint_headers,
     write_file,
 )
-from paddle_vl.nn.placement import CheckpointRanks
+from paddle_vl.nn.parameter_table import CheckpointRanks
 from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
 from tests.single_card_tests.train.saved import filled, settings
 

@@ -13,15 +13,10 @@ from paddle.static import InputSpec
 
 from paddle_vl.export.tracing import kernels_for_cpu, tracing
 from paddle_vl.nn.attention import RotaryTables, apply_rotary
+from paddle_vl.nn.dispatch import OPERATIONS, use_kernels
 from paddle_vl.nn.linear import Linear, biased_linear
-from paddle_vl.nn.operations import (
-    OPERATIONS,
-    host_table,
-    layer_norm,
-    rms_norm,
-    swiglu,
-    use_kernels,
-)
+from paddle_vl.nn.operations import layer_norm, rms_norm, swiglu
+from paddle_vl.nn.transfer import host_table
 
 
 def normal(*shape: int, seed: int = 0) -> paddle.Tensor:

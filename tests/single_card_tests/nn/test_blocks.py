@@ -22,8 +22,8 @@ from paddle_vl.nn.attention import (
     inverse_frequencies,
     mrope_tables,
 )
+from paddle_vl.nn.head_loss import next_token_targets, num_targets, summed_cross_entropy
 from paddle_vl.nn.linear import Linear, VocabHead, linear
-from paddle_vl.nn.objective import next_token_targets, num_targets, summed_cross_entropy
 from paddle_vl.nn.operations import (
     RowDropout,
     activation,

@@ -22,8 +22,9 @@ from paddle_vl.nn.attention import causal_attention
 from paddle_vl.nn.cpu import compiled, compiler, kernel_check
 from paddle_vl.nn.cpu import kernels as cpu
 from paddle_vl.nn.delta_rule import gated_delta_rule
+from paddle_vl.nn.dispatch import has_compiled, use_kernels
 from paddle_vl.nn.examples import OUTPUT, examples_of, name_of, values_and_gradients
-from paddle_vl.nn.operations import has_compiled, rms_norm, use_kernels
+from paddle_vl.nn.operations import rms_norm
 from paddle_vl.train.step import ModelRunner
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.support.implementations import require_compiled

@@ -19,7 +19,7 @@ from paddle_vl.nn.attention import (
 )
 from paddle_vl.nn.attention_masks import MASKED_SCORE, AttentionMask, BlockMask
 from paddle_vl.nn.cpu import attention, onednn
-from paddle_vl.nn.operations import use_kernels
+from paddle_vl.nn.dispatch import use_kernels
 
 pytestmark = pytest.mark.usefixtures("uncompiled")
 

@@ -11,7 +11,8 @@ import pytest
 
 from paddle_vl.nn.cpu import compiled
 from paddle_vl.nn.cpu.kernels import dropout_threshold, kept_entries
-from paddle_vl.nn.operations import dropout, use_kernels
+from paddle_vl.nn.dispatch import use_kernels
+from paddle_vl.nn.operations import dropout
 from tests.support.implementations import require_compiled
 
 

@@ -11,6 +11,7 @@ import paddle
 import paddle.nn.functional as F
 import pytest
 
+from paddle_vl.nn.dispatch import use_kernels
 from paddle_vl.nn.experts import (
     Experts,
     GroupSizes,
@@ -20,7 +21,6 @@ from paddle_vl.nn.experts import (
     sort_by_expert,
     unpermute_rows,
 )
-from paddle_vl.nn.operations import use_kernels
 from paddle_vl.testing import forbid_host_reads
 
 KERNELS = ["cpu", "plain", "gpu"]

@@ -23,8 +23,9 @@ import paddle.nn.functional as F
 import pytest
 
 from paddle_vl.nn.attention import RotaryTables, apply_rotary
+from paddle_vl.nn.dispatch import use_kernels
 from paddle_vl.nn.experts import GroupSizes, grouped_linear
-from paddle_vl.nn.operations import layer_norm, rms_norm, use_kernels
+from paddle_vl.nn.operations import layer_norm, rms_norm
 from paddle_vl.testing import (
     forbid_host_reads,
     record_host_reads,

@@ -12,13 +12,14 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.batch.rows import IGNORE_INDEX, target_rows
-from paddle_vl.families.vlm.inputs.prepared import prepared, with_target_rows
+from paddle_vl.batch.positions import target_rows
+from paddle_vl.batch.rows import IGNORE_INDEX
+from paddle_vl.families.vlm.inputs.collate import prepared, with_target_rows
 from paddle_vl.families.vlm.objective import VLBatchAdapter, empty_batch
-from paddle_vl.nn import objective
+from paddle_vl.nn import head_loss, placement
+from paddle_vl.nn.head_loss import TargetRows, summed_cross_entropy
 from paddle_vl.nn.linear import VocabHead
 from paddle_vl.nn.lora import LowRankSettings
-from paddle_vl.nn.objective import TargetRows
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.testing import (
     assert_equals_single_device,
@@ -33,7 +34,7 @@ from paddle_vl.testing import (
 from paddle_vl.testing.qwen3_vl import EXPERTS
 from tests.support.tiny import tiny_model
 
-OPS = SingleDevicePlacement().ops
+VOCABULARY = SingleDevicePlacement().ops.vocabulary
 ROWS, WIDTH, VOCAB = 29, 16, 50
 BATCH = tiny_qwen3_vl_batch()
 
@@ -42,13 +43,13 @@ BATCH = tiny_qwen3_vl_batch()
 def largest_logits(monkeypatch):
     """Elements of the largest logits that a cross entropy gets."""
     sizes = [0]
-    plain = objective.F.cross_entropy
+    plain = placement.F.cross_entropy
 
     def measured(logits, *args, **kwargs):
         sizes[0] = max(sizes[0], logits.size)
         return plain(logits, *args, **kwargs)
 
-    monkeypatch.setattr(objective.F, "cross_entropy", measured)
+    monkeypatch.setattr(placement.F, "cross_entropy", measured)
     return sizes
 
 
@@ -88,7 +89,7 @@ def found_of(head, x_TD, loss) -> dict[str, np.ndarray]:
 def by_rows(head, x_TD, targets_T, weights_T=None):
     rows_R, targets_R = map(paddle.to_tensor, target_rows(targets_T))
     weights_R = None if weights_T is None else paddle.to_tensor(weights_T)[rows_R]
-    return OPS.head_loss(head, x_TD, TargetRows(rows_R, targets_R, weights_R))
+    return head_loss.head_loss(head, x_TD, TargetRows(rows_R, targets_R, weights_R), VOCABULARY)
 
 
 def assert_close(found, wanted, tolerance=2e-6):
@@ -106,7 +107,7 @@ def test_loss_and_gradients_are_those_of_all_logits(case, has_weights, rows_per_
     head.weight.stop_gradient = case != "whole"
     x_TD, targets_T, weights_T = made_rows()
     weights_T = weights_T if has_weights else None
-    of_all = OPS.summed_cross_entropy(
+    of_all = summed_cross_entropy(
         head(x_TD),
         paddle.to_tensor(targets_T),
         None if weights_T is None else paddle.to_tensor(weights_T),
@@ -115,7 +116,7 @@ def test_loss_and_gradients_are_those_of_all_logits(case, has_weights, rows_per_
     assert set(wanted) - {"x", "loss"} == {"whole": {"weight"}, "frozen": set()}.get(
         case, {"lora.A", "lora.B"}
     )
-    monkeypatch.setattr(objective, "CHUNK_LOGITS", rows_per_chunk * VOCAB)
+    monkeypatch.setattr(head_loss, "CHUNK_LOGITS", rows_per_chunk * VOCAB)
     assert_close(found_of(head, x_TD, by_rows(head, x_TD, targets_T, weights_T)), wanted)
 
 
@@ -128,14 +129,17 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32(monkeypatch):
         x, weight = (value.astype("float32") for value in (*rows, *parameters))
         return paddle.matmul(x, weight, transpose_y=True)
 
+    def head(x_RD, reduced):
+        return reduced(predict, [x_RD], [weight])
+
     weight = made_head().weight.astype("bfloat16").detach()
     weight.stop_gradient = False
     x_RD = paddle.ones([1024, WIDTH], dtype="bfloat16")
     targets = TargetRows(paddle.arange(1024), paddle.zeros([1024], dtype="int64"))
     gradients = []
     for rows_per_chunk in (1024, 1):
-        monkeypatch.setattr(objective, "CHUNK_LOGITS", rows_per_chunk * VOCAB)
-        objective.summed_in_chunks(predict, [x_RD], [weight], targets, VOCAB).backward()
+        monkeypatch.setattr(head_loss, "CHUNK_LOGITS", rows_per_chunk * VOCAB)
+        head_loss.head_loss(head, x_RD, targets, VOCABULARY).backward()
         gradients.append({"weight": weight.grad.astype("float32").numpy()})
         weight.clear_gradient(False)
     assert_close(*gradients, tolerance=2**-7)
@@ -143,7 +147,7 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32(monkeypatch):
 
 def test_gradients_in_bfloat16_have_no_common_error(monkeypatch):
     """Each is rounded by itself; bfloat16 is emulated."""
-    monkeypatch.setattr(objective, "CHUNK_LOGITS", 5 * VOCAB)
+    monkeypatch.setattr(head_loss, "CHUNK_LOGITS", 5 * VOCAB)
     found = []
     for dtype in ("float32", "bfloat16"):
         with emulated_bfloat16():
@@ -164,7 +168,7 @@ def test_logits_exist_for_a_chunk_at_a_time(largest_logits, monkeypatch):
     head, (x_TD, targets_T, _) = made_head(), made_rows()
     loss = by_rows(head, x_TD, targets_T)
     assert largest_logits == [(targets_T != IGNORE_INDEX).sum() * VOCAB]
-    monkeypatch.setattr(objective, "CHUNK_LOGITS", 5 * VOCAB)
+    monkeypatch.setattr(head_loss, "CHUNK_LOGITS", 5 * VOCAB)
     largest_logits[0] = 0
     for context in (paddle.enable_grad, paddle.no_grad):
         with context():
@@ -179,7 +183,7 @@ def test_dropout_is_drawn_alike_for_any_number_of_chunks(monkeypatch):
     head.train()
     found = []
     for rows_per_chunk in (100, 3):
-        monkeypatch.setattr(objective, "CHUNK_LOGITS", rows_per_chunk * VOCAB)
+        monkeypatch.setattr(head_loss, "CHUNK_LOGITS", rows_per_chunk * VOCAB)
         paddle.seed(11)
         found.append(found_of(head, x_TD, by_rows(head, x_TD, targets_T)))
     assert_close(*found)
@@ -211,7 +215,7 @@ def test_a_model_has_the_gradients_of_its_labels(changes, has_weights, monkeypat
     for given in (batch, VLBatchAdapter().to_device(batch)):
         model = tiny_qwen3_vl(SingleDevicePlacement(), **changes)
         vocab = model.config.text_config.vocab_size
-        monkeypatch.setattr(objective, "CHUNK_LOGITS", 4 * vocab)
+        monkeypatch.setattr(head_loss, "CHUNK_LOGITS", 4 * vocab)
         output = model(**given)
         output.loss.backward()
         assert (output.logits is None) == ("target_rows" in given)
@@ -233,7 +237,7 @@ def step(model):
 def test_chunks_on_several_ranks_equal_a_single_device(changes, sequence_parallel, monkeypatch):
     vocab = tiny_qwen3_vl(SingleDevicePlacement()).config.text_config.vocab_size
     # Two rows of a rank with a quarter of the vocabulary, and one row of a single device.
-    monkeypatch.setattr(objective, "CHUNK_LOGITS", vocab // 2)
+    monkeypatch.setattr(head_loss, "CHUNK_LOGITS", vocab // 2)
     build = partial(tiny_qwen3_vl, **changes)
     assert_equals_single_device(build, step, 4, sequence_parallel=sequence_parallel)
 
@@ -250,7 +254,7 @@ def test_ranks_issue_the_same_collectives_for_the_same_rows(monkeypatch):
     vocab = tiny_qwen3_vl(SingleDevicePlacement()).config.text_config.vocab_size
     numbers = []
     for rows_per_chunk in (100, 4):
-        monkeypatch.setattr(objective, "CHUNK_LOGITS", rows_per_chunk * vocab // 2)
+        monkeypatch.setattr(head_loss, "CHUNK_LOGITS", rows_per_chunk * vocab // 2)
         calls = run_ranks(on_rank, 2).results
         assert first_difference(calls) is None
         numbers.append(len(calls[0]))

@@ -14,10 +14,8 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.nn import operations
-from paddle_vl.nn.examples import QUICK, Make, examples_of, name_of, tensors
-from paddle_vl.nn.kernels import description
-from paddle_vl.nn.operations import (
+from paddle_vl.nn import dispatch
+from paddle_vl.nn.dispatch import (
     OPERATIONS,
     Kernel,
     choose_kernels,
@@ -25,6 +23,8 @@ from paddle_vl.nn.operations import (
     operation,
     use_kernels,
 )
+from paddle_vl.nn.examples import QUICK, Make, examples_of, name_of, tensors
+from paddle_vl.nn.kernels import description
 from tests.support.implementations import implementation
 
 pytestmark = pytest.mark.usefixtures("uncompiled")
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("uncompiled")
 @pytest.fixture
 def doubled(monkeypatch):
     """An operation that reports which implementation ran."""
-    monkeypatch.setattr(operations, "OPERATIONS", [])
+    monkeypatch.setattr(dispatch, "OPERATIONS", [])
 
     @operation
     def doubled(x, more=0):
@@ -57,13 +57,13 @@ def test_the_first_kernel_runs_that_fits(doubled, monkeypatch):
     assert value.tolist() == [3, 3]
     assert doubled(paddle.ones([9]))[0] == "plain"
     assert (doubled.__name__, doubled.__doc__) == ("doubled", "Twice.")
-    monkeypatch.setattr(operations, "_has_compiled", True)
+    monkeypatch.setattr(dispatch, "_has_compiled", True)
     assert doubled(paddle.ones([2]))[0] == "C"
     assert doubled(paddle.ones([2, 2]))[0] == "of few"
 
 
 def test_a_choice_holds_for_the_process(doubled, monkeypatch):
-    monkeypatch.setattr(operations, "_has_compiled", True)
+    monkeypatch.setattr(dispatch, "_has_compiled", True)
     x = paddle.ones([2])
     for choice, wanted in (("plain", "plain"), ("uncompiled", "of few"), ("fused", "C")):
         choose_kernels(choice)
@@ -94,7 +94,7 @@ def test_one_line_tells_what_is_chosen(monkeypatch):
     counts = {}
     for choice in ("fused", "uncompiled", "plain"):
         for has_compiled in (True, False):
-            monkeypatch.setattr(operations, "_has_compiled", has_compiled)
+            monkeypatch.setattr(dispatch, "_has_compiled", has_compiled)
             choose_kernels(choice)
             counts[choice, has_compiled] = description("cpu")
     assert counts["fused", True].startswith("kernels (fused, cpu): ")

@@ -17,9 +17,10 @@ import pytest
 from paddle_vl.compat import configure_cpu_runtime
 from paddle_vl.nn.cpu import compiled, kernel_check, onednn
 from paddle_vl.nn.cpu import kernels as cpu
+from paddle_vl.nn.dispatch import use_kernels
 from paddle_vl.nn.examples import examples_of
 from paddle_vl.nn.kernels import TABLE
-from paddle_vl.nn.operations import dropout, geglu, gelu, layer_norm, swiglu, use_kernels
+from paddle_vl.nn.operations import dropout, geglu, gelu, layer_norm, swiglu
 from tests.support.implementations import require_compiled
 
 pytestmark = pytest.mark.usefixtures("uncompiled")

@@ -36,7 +36,7 @@ from paddle_vl.families.vlm.inputs.preference import PreferenceCollator
 from paddle_vl.families.vlm.preference.objective import BASELINE, PreferenceLoss
 from paddle_vl.families.vlm.preference.settings import PreferenceConfig
 from paddle_vl.families.vlm.settings import VLRun
-from paddle_vl.nn import objective
+from paddle_vl.nn import head_loss
 from paddle_vl.nn.objective import weighted_loss
 from paddle_vl.train.build import build_trainer, run_family
 from parity import preference as parity
@@ -125,7 +125,7 @@ def test_no_logits_of_all_rows_are_made(monkeypatch):
         "_logits",
         lambda rows, parameters: most.append(rows[0].shape[0]) or logits(rows, parameters),
     )
-    monkeypatch.setattr(objective, "CHUNK_LOGITS", 4 * model.config.text_config.vocab_size)
+    monkeypatch.setattr(head_loss, "CHUNK_LOGITS", 4 * model.config.text_config.vocab_size)
     runner.accumulate_gradients([batch], [2] * len(runner.loss.terms))
     found = runner.values([batch], lambda output: output.log_probs)[0].numpy()
     assert max(most) <= 4

@@ -25,6 +25,7 @@ from paddle_vl import Qwen3VLForConditionalGeneration, Qwen3VLProcessor
 from paddle_vl.config.schema import BestConfig
 from paddle_vl.families.vlm.evaluation import generated_answers
 from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
+from paddle_vl.nn.head_loss import head_choices
 from paddle_vl.parallel.ranks import ONE_RANK
 from paddle_vl.train.best import BestEvaluation
 from paddle_vl.train.reporting.writers.base import Start
@@ -100,9 +101,8 @@ def test_answers_make_no_copy_of_the_weights(tmp_path):
 def test_a_model_without_a_number_left_still_chooses_a_token():
     model = tiny_model()
     broken_TD = paddle.full([2, model.config.text_config.hidden_size], float("nan"))
-    (token,) = model.placement.ops.head_choices(
-        model.lm_head, broken_TD, paddle.to_tensor([1])
-    ).tolist()
+    vocabulary = model.placement.ops.vocabulary
+    (token,) = head_choices(model.lm_head, broken_TD, paddle.to_tensor([1]), vocabulary).tolist()
     assert token == model.config.text_config.vocab_size - 1
 
 

@@ -12,9 +12,9 @@ import paddle
 import pytest
 
 from paddle_vl.config.load import load_run_config
-from paddle_vl.families.vlm.inputs.prepared import prepared
+from paddle_vl.families.vlm.inputs.collate import prepared
 from paddle_vl.families.vlm.objective import VLBatchAdapter
-from paddle_vl.nn.operations import rows_in_order
+from paddle_vl.nn.transfer import rows_in_order
 from paddle_vl.testing import (
     record_device_copies,
     run_ranks,

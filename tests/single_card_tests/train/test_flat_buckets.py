@@ -22,8 +22,8 @@ from paddle.base.framework import EagerParamBase
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.families.vlm.settings import PARTS
 from paddle_vl.nn import flat_buckets
+from paddle_vl.nn.flat_buckets import fill_gradient
 from paddle_vl.nn.master_weights import MasterWeights
-from paddle_vl.nn.operations import fill_gradient
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.testing import record_host_reads
 from paddle_vl.train import optimizer as optimizer_module

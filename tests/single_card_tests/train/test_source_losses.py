@@ -20,12 +20,13 @@ from paddle_vl.batch.schema import SOURCE_TARGETS
 from paddle_vl.families.vlm.inputs.collate import (
     TokenSpan,
     VLCollator,
+    prepared,
     sources_of_tokens,
     with_label_sources,
+    with_target_rows,
 )
-from paddle_vl.families.vlm.inputs.prepared import prepared, with_target_rows
 from paddle_vl.families.vlm.objective import VLLoss
-from paddle_vl.nn import objective
+from paddle_vl.nn import head_loss
 from paddle_vl.train.reporting.metrics import StepMeter
 from paddle_vl.train.reporting.reporter import by_rank
 from paddle_vl.train.step import ModelRunner, StepOutcome, StepTotals, agree_on_step, leave_step
@@ -57,7 +58,7 @@ def test_sources_change_no_bit_of_loss_and_gradient(has_weights, rows_per_chunk,
         batch["loss_weights"] = weights.reshape(batch["labels"].shape)
     model = tiny_model()
     monkeypatch.setattr(
-        objective, "CHUNK_LOGITS", rows_per_chunk * model.config.text_config.vocab_size
+        head_loss, "CHUNK_LOGITS", rows_per_chunk * model.config.text_config.vocab_size
     )
     for given, num_sources in ((batch, 0), (of_three(batch), 3)):
         complete: Any = prepared(given)

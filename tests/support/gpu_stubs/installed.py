@@ -10,7 +10,7 @@ from paddle import _C_ops
 from paddle.incubate.nn import functional as incubate
 from paddle.nn import functional as F
 
-from paddle_vl.nn import operations
+from paddle_vl.nn import dispatch
 from tests.support.gpu_stubs import norms, products, rotary
 
 
@@ -55,7 +55,7 @@ def _on_gpu(one: Standin) -> Callable[..., Any]:
     """The stand-in where kernels of a GPU are forced, else Paddle's own function."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if operations._forced != "gpu":
+        if dispatch._forced != "gpu":
             return one.own(*args, **kwargs)
         CALLS.append(one.name)
         return one.standin(*args, **kwargs)

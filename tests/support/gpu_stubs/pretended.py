@@ -16,8 +16,8 @@ import paddle
 import pytest
 from paddle import _C_ops
 
-import paddle_vl.nn.gpu.attention
-from paddle_vl.nn.operations import use_kernels
+import paddle_vl.nn.gpu
+from paddle_vl.nn.dispatch import use_kernels
 from tests.support.gpu_stubs import attention  # noqa: F401  registers its stubs
 from tests.support.gpu_stubs.machine import STUBS, KernelCall, Machine
 
@@ -120,5 +120,5 @@ def _pretend_place(patch: pytest.MonkeyPatch, machine: Machine) -> None:
     proxy = SimpleNamespace(**vars(paddle) | {"get_device": lambda: "gpu:0"})
     patch.setattr(_FLASH, "paddle", proxy)
     patch.setattr(
-        paddle_vl.nn.gpu.attention, "has_flash_dtype", lambda x: machine.dtype_of(x) in FLASH_DTYPES
+        paddle_vl.nn.gpu, "has_flash_dtype", lambda x: machine.dtype_of(x) in FLASH_DTYPES
     )

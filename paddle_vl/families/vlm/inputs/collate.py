@@ -1,7 +1,9 @@
 """Conversations to samples, and samples to one batch with padding, positions and visual indices.
 
 A row of the batch holds one sample (`VLCollator`) or several (`PackedCollator`). The axes of its
-arrays are those of `paddle_vl.batch.schema.VLBatch`.
+arrays are those of `paddle_vl.batch.schema.VLBatch`. `prepared` makes it complete, in a loader's
+workers too: labels become target rows, and what would else be laid out in every step, places of
+patches and ends of packed samples, comes with the batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,12 +12,19 @@ from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
-from paddle_vl.batch.positions import mrope_position_ids, segment_offsets
-from paddle_vl.batch.schema import SOURCE_TARGETS, VLBatch
+from paddle_vl.batch.positions import (
+    key_ends,
+    mrope_position_ids,
+    patch_places,
+    segment_offsets,
+    target_rows,
+)
+from paddle_vl.batch.rows import IGNORE_INDEX
+from paddle_vl.batch.schema import GRIDS, PIXELS, SOURCE_TARGETS, VLBatch
 from paddle_vl.batch.visual_index import RowPart, host_visual_indices
 from paddle_vl.families.vlm.inputs.conversation import Conversation
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
-from paddle_vl.families.vlm.inputs.tokenizer import IGNORED_LABEL, VideoPrompt
+from paddle_vl.families.vlm.inputs.tokenizer import VideoPrompt
 from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
 from paddle_vl.families.vlm.templates.encoding import TemplateEncoder
 
@@ -120,7 +129,7 @@ class SampleEncoder:
         labels = np.array(chat.labels, dtype=np.int64)
         if with_labels and learns_all:
             pads = (self.image_token_id, self.video_token_id)
-            labels = np.where(np.isin(ids, pads), IGNORED_LABEL, ids)
+            labels = np.where(np.isin(ids, pads), IGNORE_INDEX, ids)
         return {"input_ids": ids, "labels": labels, **visual}
 
 
@@ -193,7 +202,7 @@ class VLCollator:
         batch: dict[str, Any] = {
             "input_ids": pad_rows(ids, length, self.pad_token_id, side),
             "attention_mask": pad_rows([np.ones_like(row) for row in ids], length, 0, side),
-            "labels": pad_rows([s["labels"] for s in samples], length, IGNORED_LABEL, side),
+            "labels": pad_rows([s["labels"] for s in samples], length, IGNORE_INDEX, side),
         }
         RowPart(size=self.num_parts).bounds(batch["input_ids"].size)
         batch |= joined_visual(samples)
@@ -221,7 +230,7 @@ class VLCollator:
             spatial_merge_size=self.spatial_merge_size,
             cu_seqlens=batch.get("cu_seqlens"),
         )
-        batch["num_target_tokens"] = int(np.count_nonzero(batch["labels"][:, 1:] != IGNORED_LABEL))
+        batch["num_target_tokens"] = int(np.count_nonzero(batch["labels"][:, 1:] != IGNORE_INDEX))
         batch["has_left_padding"] = bool((batch["attention_mask"][:, 0] == 0).any())
         return cast(VLBatch, batch)
 
@@ -289,7 +298,7 @@ def with_label_sources(
         rows: see `sources_of_tokens`.
     """
     sources_BL = sources_of_tokens(batch["attention_mask"], rows)
-    of_targets = sources_BL[:, 1:][batch["labels"][:, 1:] != IGNORED_LABEL]
+    of_targets = sources_BL[:, 1:][batch["labels"][:, 1:] != IGNORE_INDEX]
     counts = np.bincount(of_targets, minlength=num_sources)
     added = {"label_sources": sources_BL, "num_sources": num_sources, SOURCE_TARGETS: counts}
     return {**batch, **added}
@@ -323,6 +332,73 @@ def joined_samples(samples: Sequence[dict[str, np.ndarray]]) -> dict[str, np.nda
         return {"input_ids": empty, "labels": empty}
     labels = [sample["labels"].copy() for sample in samples]
     for labels_L in labels:
-        labels_L[0] = IGNORED_LABEL
+        labels_L[0] = IGNORE_INDEX
     ids = np.concatenate([sample["input_ids"] for sample in samples])
     return {"input_ids": ids, "labels": np.concatenate(labels), **joined_visual(samples)}
+
+
+# Fields that become `target_rows`, `target_weights`, `target_sources` and `target_branches`.
+LABEL_FIELDS = ("labels", "loss_weights", "label_sources", "label_branches")
+
+
+def prepared(batch: Any, vision: Any = None) -> VLBatch:
+    """A collator's batch, and those within it, complete.
+
+    Args:
+        vision: a tower's configuration, to lay out the patches; None where the model does it.
+    """
+    found: dict[str, Any] = {
+        name: prepared(value, vision) if isinstance(value, dict) else value
+        for name, value in with_target_rows(batch).items()
+        if name not in LABEL_FIELDS
+    }
+    grids = [found[name] for name in GRIDS if name in found]
+    if vision is not None and not found.keys().isdisjoint(PIXELS):
+        found |= patch_places(np.concatenate(grids), vision)
+    if "cu_seqlens" in found:
+        found["packed_key_ends"] = key_ends(found["cu_seqlens"], found["input_ids"].shape[1])
+    return cast(VLBatch, found)
+
+
+@dataclass(frozen=True)
+class PreparedCollator:
+    """Collates with another collator, and prepares its batches.
+
+    Attributes:
+        target_sources: names of the sources whose target tokens the batches count.
+    """
+
+    collator: Any
+    vision: Any
+
+    def __call__(self, rows: Sequence[Any]) -> VLBatch:
+        return prepared(self.collator(rows), self.vision)
+
+    @property
+    def target_sources(self) -> tuple[str, ...]:
+        return getattr(self.collator, "target_sources", ())
+
+
+def with_target_rows(batch: VLBatch) -> VLBatch:
+    """The batch with `target_rows`, and `target_weights`, `target_sources` and `target_branches` if
+    its labels have factors, sources and answers of pairs that they belong to.
+
+    Unchanged if it has them, or no labels on the host.
+    """
+    labels_BL = batch.get("labels")
+    if "target_rows" in batch or not isinstance(labels_BL, np.ndarray):
+        return batch
+    # Row i predicts label i + 1; the last row of a sample predicts nothing.
+    targets_BL = np.full_like(labels_BL, IGNORE_INDEX)
+    targets_BL[:, :-1] = labels_BL[:, 1:]
+    targets_T = targets_BL.reshape(-1)
+    added: Any = {"target_rows": target_rows(targets_T)}
+    if "loss_weights" in batch:
+        weights_T = np.roll(batch["loss_weights"], -1, axis=1).reshape(-1)
+        added["target_weights"] = weights_T[added["target_rows"][0]]
+    fields: Any = batch
+    for name in ("sources", "branches"):
+        if f"label_{name}" in batch:
+            numbers_T = np.roll(fields[f"label_{name}"], -1, axis=1).reshape(-1)
+            added[f"target_{name}"] = numbers_T[added["target_rows"][0]].astype(np.int64)
+    return cast(VLBatch, {**batch, **added})

@@ -9,10 +9,9 @@ from paddle import Tensor
 from paddle_vl.config.families import FamilyEntry
 from paddle_vl.data.samples import Collator
 from paddle_vl.families.base import BuiltModel
-from paddle_vl.families.vlm.inputs.collate import VLCollator
+from paddle_vl.families.vlm.inputs.collate import PreparedCollator, VLCollator
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.preference import PreferenceCollator
-from paddle_vl.families.vlm.inputs.prepared import PreparedCollator
 from paddle_vl.families.vlm.preference.objective import PreferenceLoss, PreferenceStage
 from paddle_vl.families.vlm.preference.reference import (
     PrecomputedReference,

@@ -34,8 +34,8 @@ from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss
 from paddle_vl.families.vlm.pipeline import VLStage
 from paddle_vl.families.vlm.preference.losses import Pairs, kto_losses, pair_losses
 from paddle_vl.families.vlm.preference.settings import PreferenceConfig
-from paddle_vl.nn.objective import TokenStatistics
-from paddle_vl.nn.operations import device_tensor
+from paddle_vl.nn.head_loss import TokenStatistics
+from paddle_vl.nn.transfer import device_tensor
 
 logger = logging.getLogger(__name__)
 # KTO's z0, a scalar, which the passes before a step add, as they do `REFERENCE`, `[S]`.

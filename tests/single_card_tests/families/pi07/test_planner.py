@@ -30,7 +30,7 @@ from paddle_vl.families.pi07.planner import PI07HighLevelPlannerModel, _Reader
 from paddle_vl.families.pi07.prefix import Presence, presence_of
 from paddle_vl.families.policy.model_inputs import state_texts
 from paddle_vl.families.policy.tokenizers import PromptTokenizer
-from paddle_vl.nn import objective
+from paddle_vl.nn import head_loss, placement
 from tests.support.gpu_stubs.pretended import pretended_gpu
 from tests.support.operators import recorded_operators
 from tests.support.pi07_golden import (
@@ -153,14 +153,14 @@ def test_losses_from_the_slots_with_a_token_are_those_of_all_slots(untrained, mo
     batch, found, largest = make_batch(), [], []
     batch["memory_masks"][0, 3:] = False
     batch["response_masks"][:] = False
-    plain = objective.F.cross_entropy
+    plain = placement.F.cross_entropy
 
     def measured(logits, *args, **kwargs):
         largest.append(logits.shape[0])
         return plain(logits, *args, **kwargs)
 
-    monkeypatch.setattr(objective.F, "cross_entropy", measured)
-    monkeypatch.setattr(objective, "CHUNK_LOGITS", 4000)
+    monkeypatch.setattr(placement.F, "cross_entropy", measured)
+    monkeypatch.setattr(head_loss, "CHUNK_LOGITS", 4000)
     for given in (batch, with_target_rows(batch)):
         model = golden_planner()
         model.untrained_losses = untrained

@@ -15,8 +15,8 @@ import paddle
 import pytest
 
 from paddle_vl.nn.attention_masks import MASKED_SCORE
+from paddle_vl.nn.dispatch import use_kernels
 from paddle_vl.nn.key_value_cache import KeyValueCache
-from paddle_vl.nn.operations import use_kernels
 from paddle_vl.testing.qwen3_vl import EXPERTS, patches, token_rows
 from tests.support.gpu_stubs.pretended import pretended_gpu
 from tests.support.operators import recorded_operators

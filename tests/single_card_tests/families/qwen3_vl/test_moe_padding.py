@@ -15,7 +15,7 @@ import pytest
 from paddle_vl.batch.visual_index import host_visual_indices
 from paddle_vl.families.vlm.objective import empty_batch
 from paddle_vl.nn import experts
-from paddle_vl.nn.operations import use_kernels
+from paddle_vl.nn.dispatch import use_kernels
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.testing import forbid_host_reads, record_host_reads
 from paddle_vl.testing.qwen3_vl import EXPERTS, IMAGE, VIDEO
@@ -137,7 +137,7 @@ def test_a_batch_of_the_collator_needs_no_host_read():
     del given["real_row_indices"]
     with record_host_reads() as reads, use_kernels("gpu"):
         model(**given).loss.backward()
-    assert [place.partition(":")[0] for place in reads] == ["nn/operations.py"]
+    assert [place.partition(":")[0] for place in reads] == ["nn/transfer.py"]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -20,7 +20,7 @@ import pytest
 
 from paddle_vl.batch.visual_index import host_visual_indices
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
-from paddle_vl.families.vlm.inputs.prepared import prepared
+from paddle_vl.families.vlm.inputs.collate import prepared
 from paddle_vl.families.vlm.model import VLOutput
 from paddle_vl.families.vlm.objective import VLBatchAdapter
 from paddle_vl.families.vlm.pipeline import (

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_vl.families.vlm.inputs.prepared import prepared
+from paddle_vl.families.vlm.inputs.collate import prepared
 from paddle_vl.families.vlm.objective import VLBatchAdapter
 from paddle_vl.families.vlm.own_pixels import PIXELS, with_own_pixels
 from paddle_vl.nn.placement import Context, RegionOps

@@ -12,8 +12,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.families.vlm.inputs.collate import PackedCollator, VLCollator
-from paddle_vl.families.vlm.inputs.prepared import prepared
+from paddle_vl.families.vlm.inputs.collate import PackedCollator, VLCollator, prepared
 from paddle_vl.families.vlm.pipeline import VLStage
 from paddle_vl.nn.key_value_cache import KeyValueCache
 from paddle_vl.parallel.recompute import recompute_layers

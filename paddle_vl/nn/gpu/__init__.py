@@ -1,1 +1,0 @@
-"""Kernels for GPUs, see `paddle_vl.nn.kernels`."""
