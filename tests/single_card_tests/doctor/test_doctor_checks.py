@@ -23,10 +23,11 @@ from safetensors.numpy import save_file
 from paddle_vl.doctor import environment, golden, kernels, ranks
 from paddle_vl.doctor.check import Machine, all_checks, chosen_checks, run_check
 from paddle_vl.doctor.kernels import own_operations
-from paddle_vl.nn import operations
+from paddle_vl.nn import dispatch
 from paddle_vl.nn.attention import causal_attention
+from paddle_vl.nn.dispatch import Kernel, operation
 from paddle_vl.nn.examples import EXAMPLES, HEAD_WIDTHS, name_of
-from paddle_vl.nn.operations import Kernel, operation, rms_norm
+from paddle_vl.nn.operations import rms_norm
 from paddle_vl.parallel.bandwidth import Measure
 from paddle_vl.testing.tiny_run import write_tiny_run
 from paddle_vl.train import trainer
@@ -124,7 +125,7 @@ def test_every_operation_has_an_example_and_every_example_an_operation():
 
 
 def test_an_operation_without_an_example_is_a_finding(machine, monkeypatch):
-    monkeypatch.setattr(operations, "OPERATIONS", [])
+    monkeypatch.setattr(dispatch, "OPERATIONS", [])
 
     @operation
     def unheard_of(x):
