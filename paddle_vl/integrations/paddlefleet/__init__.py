@@ -11,8 +11,8 @@ says what changes and how to compare.
 from typing import Any
 
 from paddle_vl.integrations.paddlefleet.embedding import indexed_embedding
-from paddle_vl.integrations.paddlefleet.install import install, switch_on
 from paddle_vl.integrations.paddlefleet.sources import published
+from paddle_vl.integrations.paddlefleet.specs import install, switch_on
 from paddle_vl.integrations.paddlefleet.text_layer import DEEPSTACK_KEYS, indexed_text_layer
 
 __all__ = ["DEEPSTACK_KEYS", "indexed_embedding", "indexed_text_layer", "install", "switch_on"]
