@@ -89,7 +89,7 @@ def classes(folder: str, group, sequence_parallel: bool, apart: bool) -> list[st
         kind = next((kind for part, kind in wanted.items() if f".{part}" in f".{name}"), ())
         if not isinstance(layer, kind):
             wrong.append(f"{name}: {type(layer).__name__}")
-    if not isinstance(model.placement.ops.cross_entropy, ParallelCrossEntropy):
+    if not isinstance(model.placement.ops.vocabulary._cross_entropy, ParallelCrossEntropy):
         wrong.append("cross entropy")
     return wrong
 
