@@ -32,6 +32,9 @@ _RETRY_S = 0.05
 # A working store answers much faster.
 _ANSWER_S = 10.0
 GRACE_S = 10.0
+# fleetrun looks at its ranks once a second, and shows the log of the first that it finds ended:
+# that of the cause, if the others end later.
+_LAUNCHER_S = 2.0
 # Seconds for the store to notice that a rank has ended, or that others give up too.
 _NOTICE_S = 2.0
 _OF_GLOO = re.compile(r".*gloo(?:/transport| group).*")
@@ -118,6 +121,8 @@ class Membership:
             answer = {"missing": [0], "ended": [0], "failed": []}
         if missing := answer["missing"]:
             ended = answer["ended"] or [rank for rank, _ in answer["failed"][:1]]
+            if ended:
+                time.sleep(_LAUNCHER_S)
             raise RuntimeError(self.failure_text(ended, missing))
 
     def meet(
