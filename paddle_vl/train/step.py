@@ -10,7 +10,7 @@ more makes no update: the norm says so, and the step is repeated with exact size
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import islice
 from math import isnan
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ from paddle_vl.batch.schema import SOURCE_COUNTS, SOURCE_TARGETS, Batch
 from paddle_vl.nn.experts import ExpertCapacity
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.objective import BatchAdapter, Loss
-from paddle_vl.nn.transfer import device_tensor
+from paddle_vl.nn.transfer import host_table
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train.colocated_optimizer import ColocatedOptimizer
 from paddle_vl.train.optimizer import Optimizer
@@ -392,10 +392,10 @@ def _passes(
     return outcome, float(read[0]), read[1:]
 
 
-@lru_cache(maxsize=4)
-def _on_device(flags: bytes) -> Tensor:
-    """Float32 flags as a tensor: nearly every step has the same ones, which are copied once."""
-    return device_tensor(np.frombuffer(flags, dtype=np.float32).copy())
+@host_table
+def _flags(content: bytes) -> np.ndarray:
+    """Float32 flags; nearly every step has the same ones."""
+    return np.frombuffer(content, dtype=np.float32).copy()
 
 
 @paddle.no_grad()
@@ -423,7 +423,7 @@ def _summed(
         flags = paddle.stack([paddle.zeros([], dtype="bool"), *overflows])
         parts.append(flags.astype("float32").sum().reshape([1]))
     if has_reached := ranks.world_size > 1:
-        parts.append(_on_device(optimizer.reached().tobytes()))
+        parts.append(_flags(optimizer.reached().tobytes()))
     totals = paddle.concat(parts)
     if has_reached:
         totals = ranks.sum_over_all(totals)
