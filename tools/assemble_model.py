@@ -27,7 +27,7 @@ from paddle_vl.checkpoint.safetensors_io import (
     read_checkpoint_headers,
 )
 from paddle_vl.checkpoint.writing import DEFAULT_SHARD_BYTES, write_tensors
-from paddle_vl.families.vlm.processor_fit import check_processor_fits
+from paddle_vl.families.vlm.folders.processor_fit import check_processor_fits
 from paddle_vl.families.vlm.settings import PARTS
 from paddle_vl.files.text_file import read_json_object
 

@@ -65,7 +65,7 @@ class VLBatch(TextFields, total=False):
     pixel_values: Annotated[Array, Axes("P patch_dim", "float32")]
     pixel_values_videos: Annotated[Array, Axes("P patch_dim", "float32")]
     # In place of both, where ranks encode different items: the patches of this rank's, images
-    # first. For the vision tower; from `paddle_vl.families.vlm.own_pixels`.
+    # first. For the vision tower; from `paddle_vl.families.vlm.training.own_pixels`.
     own_patches: Annotated[Array, Axes("P patch_dim", "float32")]
     # Patches in time, height and width of each item. For the vision tower; read on the host.
     image_grid_thw: Annotated[Array, Axes("I 3", "int64")]
@@ -85,7 +85,7 @@ class VLBatch(TextFields, total=False):
     packed_key_ends: Annotated[Array, Axes("B L", "int32")]
     # Of a slice of the token rows under context parallelism, whose batch is one row: of each key of
     # all slices the places in this one after the last and of the first row that see it. For
-    # attention; from `paddle_vl.families.vlm.objective`. Where a rank attends with all rows, of
+    # attention; from `vlm.training.objective`. Where a rank attends with all rows, of
     # each the same in the batch, and `RowSlice.orders`. And where ranks get only the visual rows
     # of their tokens, the numbers of these for each rank, images first; for the vision tower.
     slice_key_rows: Annotated[Array, Axes("1 1 T 2", "int32")]

@@ -86,7 +86,7 @@ class FamilyEntry:
 
         chat(folder, base, template_variables, dtype="float32"): the model of `paddle-vl generate`.
             Its `stream(messages, images, videos, **settings)` is the answer to the last message in
-            pieces. That of `chat` is `vlm.chat.Answers`.
+            pieces. That of `chat` is `vlm.answering.chat.Answers`.
         act(folder): a `paddle_vl.families.policy.acting.ActingPolicy`.
         evaluate(folder, options): model, data and report, a `paddle_vl.families.base.Evaluation`.
         export(folder, base): a `paddle_vl.export.writing.ModelToExport` of a model folder, or of
@@ -103,7 +103,8 @@ class FamilyEntry:
         shown_samples(config, of_eval, first, count): `paddle_vl.data.shown_sample.ShownSample`s of
             data.train, or of data.eval, from a number on.
         questions(recipe, model, collator): those of the evaluation data that a run answers, with
-            the methods of `paddle_vl.families.vlm.questions.VLQuestions`; None without train.eval.
+            the methods of `paddle_vl.families.vlm.answering.questions.VLQuestions`; None without
+            train.eval.
 
         Raises:
             ValueError: the family does not have the capability, or not with these values.
@@ -248,14 +249,14 @@ def _loaded(path: str) -> Any:
 
 _VLM = "paddle_vl.families.vlm"
 VLM_CAPABILITIES = {
-    "chat": f"{_VLM}.chat:open_chat",
-    "evaluate": f"{_VLM}.evaluation:build_evaluation",
-    "merge": f"{_VLM}.adapter:merge_with_processor",
-    "check_folder": f"{_VLM}.folder_check:check_folder",
+    "chat": f"{_VLM}.answering.chat:open_chat",
+    "evaluate": f"{_VLM}.evaluation.scorer:build_evaluation",
+    "merge": f"{_VLM}.training.adapter:merge_with_processor",
+    "check_folder": f"{_VLM}.folders.folder_check:check_folder",
     "precompute_reference": f"{_VLM}.preference.answers:precompute_reference",
     "synthetic_data": f"{_VLM}.inputs.synthetic:with_synthetic_data",
-    "shown_samples": f"{_VLM}.shown_samples:shown_samples",
-    "questions": f"{_VLM}.questions:asked_questions",
+    "shown_samples": f"{_VLM}.training.shown_samples:shown_samples",
+    "questions": f"{_VLM}.answering.questions:asked_questions",
 }
 _PI07, _PI07_EXPORT = "paddle_vl.families.pi07", "paddle_vl.export.pi07"
 _OF_BOTH_POLICIES = {

@@ -13,7 +13,7 @@ from paddle import Tensor
 from paddle.jit.dy2static.program_translator import FunctionCache, convert_to_static
 
 from paddle_vl.batch import rows, visual_index
-from paddle_vl.families.vlm import embedding_inputs
+from paddle_vl.families.vlm.modeling import embedding_inputs
 from paddle_vl.nn.attention import RotaryTables, apply_rotary
 from paddle_vl.nn.dispatch import Operation, operation, use_kernels
 from paddle_vl.nn.operations import layer_norm, swiglu

@@ -18,7 +18,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from paddle_vl.families.base import EvaluationOptions
-from paddle_vl.families.vlm.evaluation import (
+from paddle_vl.families.vlm.evaluation.scorer import (
     Answer,
     Question,
     Scorer,
@@ -26,8 +26,8 @@ from paddle_vl.families.vlm.evaluation import (
     questions_in,
     told_scores,
 )
+from paddle_vl.families.vlm.evaluation.suite import Suite, open_suite, read_suite
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
-from paddle_vl.families.vlm.suite import Suite, open_suite, read_suite
 from paddle_vl.generation.config import GenerationConfig
 
 _TIMEOUT_S, _MOST_WAIT_S, _SHOWN = 3600.0, 600.0, 500

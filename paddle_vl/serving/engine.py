@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paddle_vl.export.qwen3_vl.exported import ExportedQwen3VL
-from paddle_vl.families.vlm.batched import BatchedModel
+from paddle_vl.families.vlm.answering.batched import BatchedModel
 from paddle_vl.generation.sampling import AnswerRow, ChosenToken, Sampling, choose_tokens
 from paddle_vl.processes import release_free_memory
 from paddle_vl.serving.exported_rows import ExportedRows

@@ -14,11 +14,11 @@ import paddle
 from paddle import Tensor
 
 from paddle_vl.export.qwen3_vl.exported import ExportedDecoder, ExportedQwen3VL
-from paddle_vl.families.vlm.batched import checked_ids
+from paddle_vl.families.vlm.answering.batched import checked_ids
 
 
 class ExportedPrompt:
-    """A checked prompt; see `paddle_vl.families.vlm.batched.Prompt`.
+    """A checked prompt; see `paddle_vl.families.vlm.answering.batched.Prompt`.
 
     Attributes:
         columns: the decoder, of the answer too; None when that has ended.
@@ -33,7 +33,7 @@ class ExportedPrompt:
 
 
 class ExportedRows:
-    """Has the methods and attributes of a `paddle_vl.families.vlm.batched.BatchedModel`.
+    """Has the methods and attributes of a `paddle_vl.families.vlm.answering.batched.BatchedModel`.
 
     Args:
         num_blocks, block_size: bound of the keys and values of all rows.

@@ -8,7 +8,7 @@ import paddle
 
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
-from paddle_vl.families.vlm.pretrained import PretrainedVLModel
+from paddle_vl.families.vlm.folders.pretrained import PretrainedVLModel
 from paddle_vl.nn.placement import Placement
 from paddle_vl.testing.tensors import copy_parameters
 

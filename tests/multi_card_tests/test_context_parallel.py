@@ -30,8 +30,8 @@ from paddle_vl.families.vlm.inputs.collate import (
     VLCollator,
     prepared,
 )
-from paddle_vl.families.vlm.objective import VLBatchAdapter, sliced
-from paddle_vl.families.vlm.own_pixels import with_own_pixels
+from paddle_vl.families.vlm.training.objective import VLBatchAdapter, sliced
+from paddle_vl.families.vlm.training.own_pixels import with_own_pixels
 from paddle_vl.parallel import context_parallel
 from paddle_vl.parallel.collectives import all_reduce_gradients, all_reduce_partial_gradients
 from paddle_vl.parallel.context_parallel import ContextGroup

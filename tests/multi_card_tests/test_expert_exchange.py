@@ -22,7 +22,7 @@ import paddle.distributed as dist
 import pytest
 
 from paddle_vl import Qwen3VLForConditionalGeneration
-from paddle_vl.families.vlm.objective import empty_batch
+from paddle_vl.families.vlm.training.objective import empty_batch
 from paddle_vl.nn.dispatch import use_kernels
 from paddle_vl.nn.experts import ExpertCapacity
 from paddle_vl.parallel.agree import gather_values

@@ -20,7 +20,7 @@ from paddle_vl.config.load import load_run_config
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.lane_share import LaneShare
 from paddle_vl.families.vlm.inputs import image_processor
-from paddle_vl.families.vlm.own_pixels import PIXELS
+from paddle_vl.families.vlm.training.own_pixels import PIXELS
 from paddle_vl.train import lanes
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.feeding import feed

@@ -18,8 +18,8 @@ from safetensors.numpy import load_file
 
 from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
+from paddle_vl.families.vlm.folders.processor_fit import model_config
 from paddle_vl.families.vlm.inputs.processor import Qwen3VLProcessor
-from paddle_vl.families.vlm.processor_fit import model_config
 from paddle_vl.nn.linear import Linear
 from paddle_vl.nn.lora import LowRankSettings
 from paddle_vl.parallel.degrees import ParallelDegrees

@@ -19,9 +19,9 @@ import paddle.distributed as dist
 import pytest
 
 from paddle_vl import Qwen3VLForConditionalGeneration
-from paddle_vl.families.vlm.device_batch import Patches
 from paddle_vl.families.vlm.inputs.collate import with_target_rows
-from paddle_vl.families.vlm.model import VLOutput
+from paddle_vl.families.vlm.modeling.device_batch import Patches
+from paddle_vl.families.vlm.modeling.model import VLOutput
 from paddle_vl.parallel.collectives import all_reduce_partial_gradients
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.recorder import Collective, record_collectives

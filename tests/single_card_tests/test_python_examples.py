@@ -16,8 +16,8 @@ from PIL import Image
 
 from paddle_vl import GenerationConfig, Qwen3VLForConditionalGeneration, Qwen3VLProcessor
 from paddle_vl.config.families import family_of_folder
-from paddle_vl.families.vlm.chat import Chat
-from paddle_vl.families.vlm.processor_fit import check_processor_fits
+from paddle_vl.families.vlm.answering.chat import Chat
+from paddle_vl.families.vlm.folders.processor_fit import check_processor_fits
 from tests.single_card_tests.families.qwen3_vl.chat_builders import assistant, user
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,8 @@ from typing import Any
 import paddle
 
 from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from paddle_vl.families.vlm.folders.processor_fit import model_config
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
-from paddle_vl.families.vlm.processor_fit import model_config
 from tests.single_card_tests.train.tiny_run import MODEL, write_records, write_tiny_run
 
 ANSWERS = ("red", "green", "blue", "yes", "no red", "a blue one")

@@ -40,8 +40,8 @@ def qwen3_vl(work: Path) -> tuple[Any, Any]:
 
     from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
     from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
+    from paddle_vl.families.vlm.folders.processor_fit import model_config
     from paddle_vl.families.vlm.inputs.processor import Qwen3VLProcessor
-    from paddle_vl.families.vlm.processor_fit import model_config
 
     settings = yaml.safe_load(CONFIGS["qwen3_vl"].read_text(encoding="utf-8"))
     processor = Qwen3VLProcessor.from_pretrained(work / "data" / "processor")

@@ -23,9 +23,9 @@ from paddle_vl.checkpoint.rules import by_parameter
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.families.vlm.inputs.collate import VLCollator, prepared
 from paddle_vl.families.vlm.inputs.preference import PreferenceCollator
-from paddle_vl.families.vlm.objective import VLBatchAdapter
 from paddle_vl.families.vlm.preference.objective import PreferenceAdapter, PreferenceLoss
 from paddle_vl.families.vlm.preference.settings import PreferenceConfig
+from paddle_vl.families.vlm.training.objective import VLBatchAdapter
 from paddle_vl.nn.master_weights import MasterWeights
 from paddle_vl.parallel.ranks import ONE_RANK
 from paddle_vl.train.freeze import decayed_names

@@ -19,7 +19,7 @@ from paddle_vl import Qwen3VLForConditionalGeneration
 from paddle_vl.batch.positions import mrope_position_ids, restart_offsets
 from paddle_vl.batch.visual_index import host_visual_indices
 from paddle_vl.config.schema import TrainConfig
-from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss
+from paddle_vl.families.vlm.training.objective import VLBatchAdapter, VLLoss
 from paddle_vl.train.freeze import decayed_names
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.step import ModelRunner, counted, train_step

@@ -21,8 +21,8 @@ from paddle_vl.families.pi07.recipe import PI07Recipe
 from paddle_vl.families.policy.demonstrations.sample import NO_DROPS
 from paddle_vl.families.policy.tokenizers import PromptTokenizer
 from paddle_vl.families.vlm.inputs.collate import VLCollator, prepared
-from paddle_vl.families.vlm.objective import sliced
 from paddle_vl.families.vlm.recipe import VLRecipe, model_shape
+from paddle_vl.families.vlm.training.objective import sliced
 from paddle_vl.nn.linear import default_dtype
 
 # Of small models: width of a vision-language decoder, inner width of an mp rank, rows of an image,

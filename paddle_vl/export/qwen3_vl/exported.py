@@ -22,7 +22,7 @@ from paddle_vl.batch.visual_index import check_visual_counts, compute_visual_ind
 from paddle_vl.export.folder import ExportFolder
 from paddle_vl.export.program import by_layer, with_room
 from paddle_vl.families.hf_interface import id_rows
-from paddle_vl.families.vlm.chat import Answers
+from paddle_vl.families.vlm.answering.chat import Answers
 from paddle_vl.families.vlm.inputs.processor import VLProcessor, generation_settings
 from paddle_vl.files.stored_settings import checked
 from paddle_vl.generation.config import GenerationConfig, settings_of_call

@@ -24,10 +24,10 @@ from paddle_vl.export.attention import PaddedSegments, biased_attention, query_b
 from paddle_vl.export.qwen3_vl.exported import tower_inputs
 from paddle_vl.export.writing import ModelToExport, ProgramToExport, cache_specs, spec
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
-from paddle_vl.families.vlm.generate import step_logits
+from paddle_vl.families.vlm.answering.generate import step_logits
+from paddle_vl.families.vlm.folders.processor_fit import check_processor_fits
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
-from paddle_vl.families.vlm.layers import decoder_positions
-from paddle_vl.families.vlm.processor_fit import check_processor_fits
+from paddle_vl.families.vlm.modeling.layers import decoder_positions
 from paddle_vl.nn.attention_masks import MASKED_SCORE
 
 Given = Mapping[str, Tensor]

@@ -14,7 +14,7 @@ import numpy as np
 from paddle_vl.checkpoint.reading import ReadableTensor
 from paddle_vl.checkpoint.rules import Rule, Same
 from paddle_vl.families.qwen3_5.config import Qwen3_5Config, Qwen3_5MoeTextConfig
-from paddle_vl.families.vlm.checkpoint_map import model_rules
+from paddle_vl.families.vlm.folders.checkpoint_map import model_rules
 
 # Keys begin so that the model keeps and writes without reading them.
 KEPT = "mtp."

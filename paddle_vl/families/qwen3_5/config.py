@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from paddle_vl.families.vlm.config import (
+from paddle_vl.families.vlm.modeling.config import (
     TOKEN_IDS,
     DenseText,
     ExpertsText,

@@ -8,7 +8,7 @@ that it is in blocks.
 from typing import Any
 
 from paddle_vl.families.flops import Operations
-from paddle_vl.families.vlm.flops import VLFlops, attention
+from paddle_vl.families.vlm.modeling.flops import VLFlops, attention
 from paddle_vl.nn.delta_rule import chunked_size
 
 

@@ -23,14 +23,14 @@ from paddle_vl.families.qwen3_5.config import (
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
 )
-from paddle_vl.families.vlm.layers import (
+from paddle_vl.families.vlm.modeling.layers import (
     SwiGLUMLP,
     VLDecoderLayer,
     VLLanguageModel,
     VLSelfAttention,
 )
-from paddle_vl.families.vlm.model import VLForConditionalGeneration
-from paddle_vl.families.vlm.moe import SparseMoE
+from paddle_vl.families.vlm.modeling.model import VLForConditionalGeneration
+from paddle_vl.families.vlm.modeling.moe import SparseMoE
 from paddle_vl.nn.attention import (
     CachedKeys,
     PackedSamples,

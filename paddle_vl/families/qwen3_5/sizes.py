@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from paddle_vl.families.vlm.config import size_name
+from paddle_vl.families.vlm.modeling.config import size_name
 
 _TOWER = ("hidden_size", "depth", "intermediate_size", "num_heads")
 _SMALL, _MIDDLE, _LARGE = (768, 12, 3072, 12), (1024, 24, 4096, 16), (1152, 27, 4304, 16)

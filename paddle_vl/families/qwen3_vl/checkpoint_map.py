@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from paddle_vl.checkpoint.rules import Rule, Same
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig, Qwen3VLMoeTextConfig
-from paddle_vl.families.vlm.checkpoint_map import model_rules
+from paddle_vl.families.vlm.folders.checkpoint_map import model_rules
 
 if TYPE_CHECKING:
     from paddle_vl.checkpoint.safetensors_io import StoredTensor

@@ -8,8 +8,8 @@ from paddle import nn
 
 from paddle_vl.families.qwen3_vl import checkpoint_map
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig, Qwen3VLTextConfig
-from paddle_vl.families.vlm.layers import VLDecoderLayer, VLLanguageModel, VLSelfAttention
-from paddle_vl.families.vlm.model import VLForConditionalGeneration
+from paddle_vl.families.vlm.modeling.layers import VLDecoderLayer, VLLanguageModel, VLSelfAttention
+from paddle_vl.families.vlm.modeling.model import VLForConditionalGeneration
 from paddle_vl.nn.placement import Placement
 
 

@@ -5,7 +5,7 @@ The Instruct and Thinking models of a size have the same configuration.
 
 from typing import Any
 
-from paddle_vl.families.vlm.config import size_name
+from paddle_vl.families.vlm.modeling.config import size_name
 
 _LARGE_TOWER = {
     "depth": 27,

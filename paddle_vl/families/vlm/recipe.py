@@ -17,12 +17,11 @@ from paddle_vl.data.sample_lengths import sample_lengths
 from paddle_vl.data.samples import Collator, SampleSource
 from paddle_vl.families.base import BuiltModel, Family, RankInfo
 from paddle_vl.families.flops import FlopCounter
-from paddle_vl.families.vlm.colocated import (
-    ColocatedBatchAdapter,
-    ColocatedStage,
-    VisualEncoder,
+from paddle_vl.families.vlm.folders.processor_fit import (
+    check_processor_fits,
+    model_collator,
+    model_config,
 )
-from paddle_vl.families.vlm.flops import VLFlops
 from paddle_vl.families.vlm.inputs.collate import (
     PackedCollator,
     PreparedCollator,
@@ -35,18 +34,19 @@ from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.open_data import open_conversations
 from paddle_vl.families.vlm.inputs.preference import PreferenceReader
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
-from paddle_vl.families.vlm.model import VLForConditionalGeneration
-from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss, sliced
-from paddle_vl.families.vlm.own_pixels import with_own_pixels, without_pixels
-from paddle_vl.families.vlm.pipeline import VLStage, layer_costs
+from paddle_vl.families.vlm.modeling.flops import VLFlops
+from paddle_vl.families.vlm.modeling.model import VLForConditionalGeneration
 from paddle_vl.families.vlm.preference.answers import ComparedAnswers
 from paddle_vl.families.vlm.preference.objective import PreferenceAdapter
-from paddle_vl.families.vlm.processor_fit import (
-    check_processor_fits,
-    model_collator,
-    model_config,
-)
 from paddle_vl.families.vlm.settings import PARTS, VLRun, processor_folder
+from paddle_vl.families.vlm.training.colocated import (
+    ColocatedBatchAdapter,
+    ColocatedStage,
+    VisualEncoder,
+)
+from paddle_vl.families.vlm.training.objective import VLBatchAdapter, VLLoss, sliced
+from paddle_vl.families.vlm.training.own_pixels import with_own_pixels, without_pixels
+from paddle_vl.families.vlm.training.pipeline import VLStage, layer_costs
 from paddle_vl.generation.config import GenerationConfig
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.master_weights import ParameterStore

@@ -27,7 +27,7 @@ Keys of a line, since the previous line or start unless it says "whole run":
         that began, and passes over its documents, of all ranks, whole run.
     `target_tokens`, `skipped_updates`, `skipped_samples`: whole run.
     `repeated_steps` with parallel.expert_capacity_factor: steps repeated with exact sizes.
-    `tokens_per_expert_min`, `_mean`, `_max`: see `paddle_vl.families.vlm.objective`.
+    `tokens_per_expert_min`, `_mean`, `_max`: see `paddle_vl.families.vlm.training.objective`.
     `eval_loss`, for a policy also its terms: in steps that evaluate. An evaluation between two
         reports has its own line. If data.eval has sources also `eval_perplexity` (exp of the loss)
         and `eval_loss/SOURCE`, `eval_perplexity/SOURCE` of each. Of a policy `eval_action_mae/DIM`

@@ -17,9 +17,14 @@ from paddle_vl.batch.positions import PATCH_FIELDS
 from paddle_vl.batch.schema import Axes, VLBatch
 from paddle_vl.config.load import load_run_config
 from paddle_vl.families.policy.model_inputs import PlannerBatch, PolicyBatch
-from paddle_vl.families.vlm.device_batch import Patches, Targets, device_batch, token_fields
 from paddle_vl.families.vlm.inputs.collate import PackedCollator, VLCollator
-from paddle_vl.families.vlm.objective import empty_batch, with_unused_image
+from paddle_vl.families.vlm.modeling.device_batch import (
+    Patches,
+    Targets,
+    device_batch,
+    token_fields,
+)
+from paddle_vl.families.vlm.training.objective import empty_batch, with_unused_image
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.train.build import run_family
 from tests.single_card_tests.families.qwen3_vl.test_collate import (

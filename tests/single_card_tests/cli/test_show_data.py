@@ -17,7 +17,7 @@ from PIL import Image
 from paddle_vl.cli.main import main
 from paddle_vl.families.vlm.inputs.image_processor import patchify
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
-from paddle_vl.families.vlm.shown_samples import unpatchify
+from paddle_vl.families.vlm.training.shown_samples import unpatchify
 
 
 def shown(run_file, capsys, *arguments: str) -> str:

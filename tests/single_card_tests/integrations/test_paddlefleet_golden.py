@@ -18,7 +18,7 @@ import pytest
 from paddle.distributed import ParallelEnv
 from paddle.distributed.fleet.meta_parallel import build_spec_layer
 
-from paddle_vl.families.vlm import layers as own
+from paddle_vl.families.vlm.modeling import layers as own
 from paddle_vl.integrations.paddlefleet import install
 from parity import qwen3_5, qwen_vl
 from parity.golden import QwenFolders

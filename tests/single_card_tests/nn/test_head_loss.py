@@ -15,7 +15,7 @@ import pytest
 from paddle_vl.batch.positions import target_rows
 from paddle_vl.batch.rows import IGNORE_INDEX
 from paddle_vl.families.vlm.inputs.collate import prepared, with_target_rows
-from paddle_vl.families.vlm.objective import VLBatchAdapter, empty_batch
+from paddle_vl.families.vlm.training.objective import VLBatchAdapter, empty_batch
 from paddle_vl.nn import head_loss, placement
 from paddle_vl.nn.head_loss import TargetRows, summed_cross_entropy
 from paddle_vl.nn.linear import VocabHead

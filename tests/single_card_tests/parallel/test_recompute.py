@@ -16,7 +16,7 @@ import pytest
 from paddle.base.core import host_memory_stat_current_value
 
 from paddle_vl.config.schema import LoRAConfig
-from paddle_vl.families.vlm.flops import VLFlops
+from paddle_vl.families.vlm.modeling.flops import VLFlops
 from paddle_vl.nn.linear import Linear
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.testing.qwen3_vl import token_rows

@@ -5,7 +5,7 @@ import paddle
 
 from paddle_vl.batch.positions import mrope_position_ids
 from paddle_vl.batch.visual_index import host_visual_indices
-from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss
+from paddle_vl.families.vlm.training.objective import VLBatchAdapter, VLLoss
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, VISION_END, VISION_START, patches, token_rows
 from paddle_vl.train.step import MicroBatch, ModelRunner, StepOutcome, StepTotals, counted

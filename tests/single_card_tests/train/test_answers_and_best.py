@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 
 from paddle_vl import Qwen3VLForConditionalGeneration, Qwen3VLProcessor
 from paddle_vl.config.schema import BestConfig
-from paddle_vl.families.vlm.evaluation import generated_answers
+from paddle_vl.families.vlm.evaluation.scorer import generated_answers
 from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
 from paddle_vl.nn.head_loss import head_choices
 from paddle_vl.parallel.ranks import ONE_RANK

@@ -13,7 +13,7 @@ import pytest
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.families.vlm.inputs.collate import prepared
-from paddle_vl.families.vlm.objective import VLBatchAdapter
+from paddle_vl.families.vlm.training.objective import VLBatchAdapter
 from paddle_vl.nn.transfer import rows_in_order
 from paddle_vl.testing import (
     record_device_copies,

@@ -6,7 +6,7 @@ restored; the report counts exact answers per task.
 
 import pytest
 
-from paddle_vl.families.vlm.evaluation import Answer, exact_report
+from paddle_vl.families.vlm.evaluation.scorer import Answer, exact_report
 from paddle_vl.train.evaluate import mean_losses
 from tests.single_card_tests.train.batches import image_batch, split_batch, vl_runner
 from tests.support.tiny import tiny_model

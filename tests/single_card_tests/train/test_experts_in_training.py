@@ -15,7 +15,7 @@ import paddle
 import pytest
 
 from paddle_vl.config.load import load_run_config
-from paddle_vl.families.vlm.objective import VLLoss, expert_counts
+from paddle_vl.families.vlm.training.objective import VLLoss, expert_counts
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.testing import record_host_reads
 from paddle_vl.testing.qwen3_vl import EXPERTS

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.data.loader import PrefetchLoader
-from paddle_vl.families.vlm.objective import VLBatchAdapter
+from paddle_vl.families.vlm.training.objective import VLBatchAdapter
 from paddle_vl.train import trainer as trainer_module
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.feeding import feed

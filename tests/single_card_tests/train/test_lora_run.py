@@ -17,8 +17,8 @@ from safetensors.numpy import load_file
 from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from paddle_vl.cli.main import main
 from paddle_vl.config.load import load_run_config
+from paddle_vl.families.vlm.folders.processor_fit import model_config
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
-from paddle_vl.families.vlm.processor_fit import model_config
 from paddle_vl.train.build import build_trainer
 from tests.single_card_tests.train.tiny_run import MODEL, write_tiny_run
 

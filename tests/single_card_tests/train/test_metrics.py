@@ -15,7 +15,7 @@ import paddle
 import pytest
 from PIL import Image
 
-from paddle_vl.families.vlm.objective import VLLoss
+from paddle_vl.families.vlm.training.objective import VLLoss
 from paddle_vl.train.reporting.metrics import StepMeter
 from paddle_vl.train.reporting.plots import draw_loss_curve
 from paddle_vl.train.reporting.reporter import by_rank, packed

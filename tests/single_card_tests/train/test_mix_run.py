@@ -10,7 +10,7 @@ import math
 import pytest
 
 from paddle_vl.families.base import MeanLosses
-from paddle_vl.families.vlm.objective import VLLoss
+from paddle_vl.families.vlm.training.objective import VLLoss
 from paddle_vl.report.panels import panels_of
 from paddle_vl.report.report import write_report
 from paddle_vl.report.runs import read_runs

@@ -9,8 +9,8 @@ import pytest
 from paddle_vl import Qwen3VLConfig
 from paddle_vl.config.load import load_run_config
 from paddle_vl.config.validate import launch_problems
+from paddle_vl.families.vlm.folders.processor_fit import model_config
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
-from paddle_vl.families.vlm.processor_fit import model_config
 
 
 @pytest.fixture(scope="module")

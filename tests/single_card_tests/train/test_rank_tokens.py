@@ -13,7 +13,7 @@ import numpy as np
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.families.pi07.prefix import presence_of
-from paddle_vl.families.vlm.objective import VLLoss
+from paddle_vl.families.vlm.training.objective import VLLoss
 from paddle_vl.report.panels import panels_of
 from paddle_vl.report.runs import read_runs
 from paddle_vl.report.summary import tables_of

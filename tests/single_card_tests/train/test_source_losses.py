@@ -25,7 +25,7 @@ from paddle_vl.families.vlm.inputs.collate import (
     with_label_sources,
     with_target_rows,
 )
-from paddle_vl.families.vlm.objective import VLLoss
+from paddle_vl.families.vlm.training.objective import VLLoss
 from paddle_vl.nn import head_loss
 from paddle_vl.train.reporting.metrics import StepMeter
 from paddle_vl.train.reporting.reporter import by_rank

@@ -15,7 +15,7 @@ import paddle
 import pytest
 
 from paddle_vl.config.schema import TrainConfig
-from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss
+from paddle_vl.families.vlm.training.objective import VLBatchAdapter, VLLoss
 from paddle_vl.parallel.ranks import SingleRank
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.train.freeze import decayed_names, freeze_parameters, trained_names

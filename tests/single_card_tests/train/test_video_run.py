@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from paddle_vl.cli.main import main
 from paddle_vl.config.load import load_run_config
-from paddle_vl.families.vlm.chat import Chat
+from paddle_vl.families.vlm.answering.chat import Chat
 from paddle_vl.train.build import build_trainer
 from tests.single_card_tests.data.video_files import write_video
 from tests.single_card_tests.train.tiny_run import write_records, write_tiny_run

@@ -13,7 +13,7 @@ from typing import Any
 from paddle import Tensor, nn
 
 from paddle_vl.checkpoint.rules import LinearWeights, PatchKernel, Rule, Same
-from paddle_vl.families.vlm.config import (
+from paddle_vl.families.vlm.modeling.config import (
     EMBEDDING_KEY,
     HEAD_KEY,
     DenseText,
@@ -21,8 +21,8 @@ from paddle_vl.families.vlm.config import (
     VLConfig,
     tie_settings,
 )
-from paddle_vl.families.vlm.layers import VLLanguageModel
-from paddle_vl.families.vlm.model import VLForConditionalGeneration
+from paddle_vl.families.vlm.modeling.layers import VLLanguageModel
+from paddle_vl.families.vlm.modeling.model import VLForConditionalGeneration
 from paddle_vl.files.stored_settings import Listed, checked, read_section
 from paddle_vl.nn.attention import RotaryTables, apply_rotary, causal_attention
 from paddle_vl.nn.linear import Columns

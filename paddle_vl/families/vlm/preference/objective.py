@@ -29,11 +29,11 @@ from paddle_vl.families.vlm.inputs.preference import (
     REFERENCE,
     empty_answers,
 )
-from paddle_vl.families.vlm.model import VLOutput
-from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss
-from paddle_vl.families.vlm.pipeline import VLStage
+from paddle_vl.families.vlm.modeling.model import VLOutput
 from paddle_vl.families.vlm.preference.losses import Pairs, kto_losses, pair_losses
 from paddle_vl.families.vlm.preference.settings import PreferenceConfig
+from paddle_vl.families.vlm.training.objective import VLBatchAdapter, VLLoss
+from paddle_vl.families.vlm.training.pipeline import VLStage
 from paddle_vl.nn.head_loss import TokenStatistics
 from paddle_vl.nn.transfer import device_tensor
 

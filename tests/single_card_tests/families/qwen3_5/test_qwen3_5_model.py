@@ -13,8 +13,8 @@ import pytest
 from paddle_vl import LoRAConfig, Qwen3_5ForConditionalGeneration
 from paddle_vl.config.families import family_of_folder
 from paddle_vl.families.qwen3_5.flops import Qwen3_5Flops
-from paddle_vl.families.vlm.pipeline import layer_costs
 from paddle_vl.families.vlm.recipe import model_shape
+from paddle_vl.families.vlm.training.pipeline import layer_costs
 from paddle_vl.nn.linear import fused_columns
 from paddle_vl.parallel.degrees import ParallelDegrees, TopologyPlan, plan_problems
 from paddle_vl.testing import (

@@ -22,7 +22,7 @@ from paddle_vl import Qwen3VLProcessor
 from paddle_vl.cli.main import main
 from paddle_vl.config.load import load_run_config
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.families.vlm.model import VLForConditionalGeneration
+from paddle_vl.families.vlm.modeling.model import VLForConditionalGeneration
 from paddle_vl.train.build import run_family
 from tests.single_card_tests.train.tiny_run import MODEL_3_5, write_records, write_tiny_run
 from tests.single_card_tests.train.whole_runs import build, metrics_of

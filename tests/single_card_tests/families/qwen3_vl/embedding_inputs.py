@@ -4,7 +4,7 @@ import numpy as np
 import paddle
 
 from paddle_vl.batch.visual_index import RowPart, host_visual_indices
-from paddle_vl.families.vlm.layers import GPTEmbedding
+from paddle_vl.families.vlm.modeling.layers import GPTEmbedding
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, token_rows
 from tests.support.tiny import tiny_config

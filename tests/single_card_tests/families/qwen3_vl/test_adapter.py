@@ -23,8 +23,8 @@ from paddle_vl.checkpoint.safetensors_io import (
     read_checkpoint_headers,
     write_file,
 )
-from paddle_vl.families.vlm.adapter import merge_adapter
-from paddle_vl.families.vlm.config import EMBEDDING_KEY, HEAD_KEY
+from paddle_vl.families.vlm.modeling.config import EMBEDDING_KEY, HEAD_KEY
+from paddle_vl.families.vlm.training.adapter import merge_adapter
 from paddle_vl.testing.qwen3_vl import patches, token_rows
 from tests.support.tiny import GOLDEN, tiny_model
 

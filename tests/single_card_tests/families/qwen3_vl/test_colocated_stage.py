@@ -17,10 +17,14 @@ import pytest
 
 from paddle_vl.batch.visual_index import host_visual_indices
 from paddle_vl.config.load import load_run_config
-from paddle_vl.families.vlm.colocated import ColocatedBatchAdapter, ColocatedStage, VisualEncoder
 from paddle_vl.families.vlm.inputs.collate import prepared
-from paddle_vl.families.vlm.objective import VLBatchAdapter
 from paddle_vl.families.vlm.recipe import encoder_shape
+from paddle_vl.families.vlm.training.colocated import (
+    ColocatedBatchAdapter,
+    ColocatedStage,
+    VisualEncoder,
+)
+from paddle_vl.families.vlm.training.objective import VLBatchAdapter
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
 from paddle_vl.parallel.colocated.host_rows import HostRows
 from paddle_vl.parallel.colocated.runner import Leaves

@@ -16,8 +16,8 @@ import pytest
 from paddle.static import InputSpec
 
 from paddle_vl.export import tracing as _tracing  # noqa: F401  Excepts code from conversion.
-from paddle_vl.families.vlm.device_batch import Patches
-from paddle_vl.families.vlm.layers import DeepstackLayer
+from paddle_vl.families.vlm.modeling.device_batch import Patches
+from paddle_vl.families.vlm.modeling.layers import DeepstackLayer
 from paddle_vl.testing import MockedSequenceParallel, forbid_host_reads
 from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, patches, token_rows
 from tests.single_card_tests.families.qwen3_vl.embedding_inputs import (

@@ -13,10 +13,10 @@ import pytest
 
 from paddle_vl import Qwen3VLConfig
 from paddle_vl.config.schema import LoRAConfig
-from paddle_vl.families.vlm.flops import VLFlops
 from paddle_vl.families.vlm.inputs.collate import PackedCollator, VLCollator
-from paddle_vl.families.vlm.objective import with_unused_image
+from paddle_vl.families.vlm.modeling.flops import VLFlops
 from paddle_vl.families.vlm.settings import PARTS
+from paddle_vl.families.vlm.training.objective import with_unused_image
 from paddle_vl.testing.qwen3_vl import EXPERTS, IMAGE, VIDEO, patches, token_rows
 from paddle_vl.train.freeze import freeze_parameters, trained_names, treated_apart
 from tests.support.counted_products import counted_products

@@ -98,7 +98,7 @@ def test_a_left_padded_row_answers_as_it_does_alone(settings):
 def test_a_long_answer_takes_its_rotary_tables_in_parts(monkeypatch):
     model, ids = tiny_model(), token_rows([1, 2, 3], [7, 8, 9])
     wanted = model.generate(input_ids=ids, max_new_tokens=9).tolist()
-    monkeypatch.setattr("paddle_vl.families.vlm.generate._CachedDecoder.TABLE_STEPS", 3)
+    monkeypatch.setattr("paddle_vl.families.vlm.answering.generate._CachedDecoder.TABLE_STEPS", 3)
     assert model.generate(input_ids=ids, max_new_tokens=9).tolist() == wanted
 
 

@@ -13,8 +13,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-from paddle_vl.families.vlm.moe import Router, SparseMoE
-from paddle_vl.families.vlm.pipeline import layer_costs
+from paddle_vl.families.vlm.modeling.moe import Router, SparseMoE
+from paddle_vl.families.vlm.training.pipeline import layer_costs
 from paddle_vl.nn.linear import Linear
 from paddle_vl.testing.qwen3_vl import EXPERTS, IMAGE, patches, token_rows
 from tests.support.tiny import GOLDEN, tiny_config, tiny_model

@@ -13,7 +13,7 @@ import paddle
 import pytest
 
 from paddle_vl.batch.visual_index import host_visual_indices
-from paddle_vl.families.vlm.objective import empty_batch
+from paddle_vl.families.vlm.training.objective import empty_batch
 from paddle_vl.nn import experts
 from paddle_vl.nn.dispatch import use_kernels
 from paddle_vl.parallel.recompute import recompute_layers

@@ -200,7 +200,7 @@ import sys
 import paddle
 from paddle_vl import Qwen3VLForConditionalGeneration
 # All that loading imports, so that modules do not count.
-import paddle_vl.families.vlm.adapter
+import paddle_vl.families.vlm.training.adapter
 
 def peak():
     with open("/proc/self/status") as status:

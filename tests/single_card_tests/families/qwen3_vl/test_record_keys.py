@@ -9,7 +9,7 @@ kept as extra.
 import pytest
 
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.families.vlm.evaluation import questions_in
+from paddle_vl.families.vlm.evaluation.scorer import questions_in
 from paddle_vl.families.vlm.inputs.conversation import parse_record
 from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
 from paddle_vl.families.vlm.inputs.tokenizer import IGNORED_LABEL

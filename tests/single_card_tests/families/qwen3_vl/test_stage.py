@@ -21,9 +21,9 @@ import pytest
 from paddle_vl.batch.visual_index import host_visual_indices
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
 from paddle_vl.families.vlm.inputs.collate import prepared
-from paddle_vl.families.vlm.model import VLOutput
-from paddle_vl.families.vlm.objective import VLBatchAdapter
-from paddle_vl.families.vlm.pipeline import (
+from paddle_vl.families.vlm.modeling.model import VLOutput
+from paddle_vl.families.vlm.training.objective import VLBatchAdapter
+from paddle_vl.families.vlm.training.pipeline import (
     VLStage,
     float32_from_rows,
     float32_to_rows,

@@ -9,7 +9,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.families.vlm.layers import DeepstackLayer
+from paddle_vl.families.vlm.modeling.layers import DeepstackLayer
 from paddle_vl.nn.attention import RotaryTables
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.testing import MockedSequenceParallel, forbid_host_reads

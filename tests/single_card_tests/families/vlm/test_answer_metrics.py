@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paddle_vl.families.vlm.metrics import Scored, metric_named
+from paddle_vl.families.vlm.evaluation.metrics import Scored, metric_named
 
 OPTIONS = {"options": "['a red hat', 'a red hat box', '5', 'none']"}
 

@@ -21,9 +21,9 @@ from paddle_vl import LoRAConfig, Qwen3_5ForConditionalGeneration, Qwen3VLForCon
 from paddle_vl.checkpoint.safetensors_io import StoredTensor
 from paddle_vl.cli.main import main
 from paddle_vl.config.families import family_of_folder
-from paddle_vl.families.vlm.config import TOKEN_IDS
-from paddle_vl.families.vlm.engines import ENGINES
+from paddle_vl.families.vlm.answering.engines import ENGINES
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.modeling.config import TOKEN_IDS
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.testing import EXPERTS_3_5, tiny_qwen3_5_config, tiny_qwen3_vl_config
 from paddle_vl.testing.qwen3_vl import EXPERTS

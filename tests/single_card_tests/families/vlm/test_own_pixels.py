@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from paddle_vl.families.vlm.inputs.collate import prepared
-from paddle_vl.families.vlm.objective import VLBatchAdapter
-from paddle_vl.families.vlm.own_pixels import PIXELS, with_own_pixels
+from paddle_vl.families.vlm.training.objective import VLBatchAdapter
+from paddle_vl.families.vlm.training.own_pixels import PIXELS, with_own_pixels
 from paddle_vl.nn.placement import Context, RegionOps
 from paddle_vl.parallel.region_ops import SpreadOps
 from paddle_vl.testing.qwen3_vl import Image, Video, tiny_qwen3_vl_batch, tiny_qwen3_vl_config

@@ -13,7 +13,7 @@ import paddle
 import pytest
 
 from paddle_vl.families.vlm.inputs.collate import PackedCollator, VLCollator, prepared
-from paddle_vl.families.vlm.pipeline import VLStage
+from paddle_vl.families.vlm.training.pipeline import VLStage
 from paddle_vl.nn.key_value_cache import KeyValueCache
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.testing import EXPERTS_3_5, assert_equals_single_device, tiny_qwen3_5

@@ -15,11 +15,11 @@ import pytest
 from PIL import Image
 
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.families.vlm.evaluation import Scorer, answer_to, questions_in
+from paddle_vl.families.vlm.evaluation.scorer import Scorer, answer_to, questions_in
+from paddle_vl.families.vlm.evaluation.suite import open_suite, read_suite
 from paddle_vl.families.vlm.inputs.open_data import open_conversations
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.settings import VLDataConfig
-from paddle_vl.families.vlm.suite import open_suite, read_suite
 
 SUITES = Path(__file__).parents[4] / "configs" / "suites"
 LETTER = "Answer with the option's letter from the given choices directly"

@@ -11,9 +11,9 @@ import paddle
 from paddle import Tensor
 
 from paddle_vl.families.hf_interface import id_rows
-from paddle_vl.families.vlm.device_batch import Patches, token_fields
-from paddle_vl.families.vlm.layers import decoder_positions
-from paddle_vl.families.vlm.moe import routed_rows
+from paddle_vl.families.vlm.modeling.device_batch import Patches, token_fields
+from paddle_vl.families.vlm.modeling.layers import decoder_positions
+from paddle_vl.families.vlm.modeling.moe import routed_rows
 from paddle_vl.generation.config import GenerationConfig, settings_of_call
 from paddle_vl.generation.loop import checked_prompts, chosen_tokens
 from paddle_vl.nn.attention import RotaryTables
@@ -38,7 +38,7 @@ def stream(
     Each step reads `[B]` ids on the host and nothing else.
 
     Args:
-        model: a `paddle_vl.families.vlm.model.VLForConditionalGeneration`.
+        model: a `paddle_vl.families.vlm.modeling.model.VLForConditionalGeneration`.
         input_ids: `[B, L]` int64 prompts or lists, padded on the left so that all end at the last
             column.
         attention_mask: `[B, L]`, 1 at real tokens.

@@ -15,16 +15,16 @@ from paddle_vl.config.families import FamilyEntry
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.data.media_file import brief
 from paddle_vl.families.base import Evaluation, EvaluationOptions, MeanLosses
+from paddle_vl.families.vlm.evaluation.metrics import Scored, conclusion, metric_named
+from paddle_vl.families.vlm.evaluation.suite import open_suite, read_suite
+from paddle_vl.families.vlm.folders.processor_fit import check_processor_fits, model_collator
 from paddle_vl.families.vlm.inputs.conversation import Conversation
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.open_data import open_conversations
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
-from paddle_vl.families.vlm.metrics import Scored, conclusion, metric_named
-from paddle_vl.families.vlm.model import VLForConditionalGeneration
-from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss
-from paddle_vl.families.vlm.processor_fit import check_processor_fits, model_collator
+from paddle_vl.families.vlm.modeling.model import VLForConditionalGeneration
 from paddle_vl.families.vlm.settings import VLDataConfig
-from paddle_vl.families.vlm.suite import open_suite, read_suite
+from paddle_vl.families.vlm.training.objective import VLBatchAdapter, VLLoss
 from paddle_vl.files.text_file import write_text
 from paddle_vl.generation.config import GenerationConfig
 

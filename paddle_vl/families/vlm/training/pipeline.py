@@ -15,10 +15,10 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
-from paddle_vl.families.vlm.device_batch import DeviceBatch, device_batch
-from paddle_vl.families.vlm.layers import decoder_positions
-from paddle_vl.families.vlm.model import VLForConditionalGeneration, VLOutput
-from paddle_vl.families.vlm.moe import LoadBalance
+from paddle_vl.families.vlm.modeling.device_batch import DeviceBatch, device_batch
+from paddle_vl.families.vlm.modeling.layers import decoder_positions
+from paddle_vl.families.vlm.modeling.model import VLForConditionalGeneration, VLOutput
+from paddle_vl.families.vlm.modeling.moe import LoadBalance
 
 # Assumed share of visual tokens in the cost of the vision tower.
 VISUAL_SHARE = 0.5

@@ -17,10 +17,10 @@ from paddle import Tensor, nn
 
 from paddle_vl.batch.positions import PATCH_FIELDS
 from paddle_vl.batch.schema import VLBatch
-from paddle_vl.families.vlm.device_batch import DeviceBatch
-from paddle_vl.families.vlm.model import VLForConditionalGeneration
-from paddle_vl.families.vlm.objective import VLBatchAdapter
-from paddle_vl.families.vlm.pipeline import VLStage
+from paddle_vl.families.vlm.modeling.device_batch import DeviceBatch
+from paddle_vl.families.vlm.modeling.model import VLForConditionalGeneration
+from paddle_vl.families.vlm.training.objective import VLBatchAdapter
+from paddle_vl.families.vlm.training.pipeline import VLStage
 from paddle_vl.nn.transfer import device_tensor, rows_in_order
 
 # Entry of a batch: data-parallel ranks with images or videos in this micro-batch.

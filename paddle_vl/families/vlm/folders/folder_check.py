@@ -1,5 +1,5 @@
 """Whether an engine serves a model folder as it was trained: its tensors, settings and files
-against the rules of `paddle_vl.families.vlm.engines`.
+against the rules of `paddle_vl.families.vlm.answering.engines`.
 
 Reads JSON files and the headers of safetensors, no weights.
 """
@@ -16,18 +16,18 @@ from paddle_vl.checkpoint.adapter_files import StoredAdapter
 from paddle_vl.checkpoint.reading import ReadableTensor, checkpoint_tensors
 from paddle_vl.checkpoint.safetensors_io import FLOATING
 from paddle_vl.config.families import FamilyEntry
-from paddle_vl.families.vlm.adapter import with_head
-from paddle_vl.families.vlm.config import HEAD_KEY
-from paddle_vl.families.vlm.engines import ENGINES, EngineRules, Finding
+from paddle_vl.families.vlm.answering.engines import ENGINES, EngineRules, Finding
+from paddle_vl.families.vlm.folders.processor_fit import check_processor_fits
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
 from paddle_vl.families.vlm.inputs.preprocessor_files import NESTED_CONFIG_FILE
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
-from paddle_vl.families.vlm.processor_fit import check_processor_fits
+from paddle_vl.families.vlm.modeling.config import HEAD_KEY
 from paddle_vl.families.vlm.templates.template_files import (
     read_folder_templates,
     stored_templates,
 )
+from paddle_vl.families.vlm.training.adapter import with_head
 from paddle_vl.files.text_file import read_json_object, shown
 from paddle_vl.generation.config import FILE_NAME
 

@@ -16,11 +16,11 @@ from paddle_vl.config.load import load_section
 from paddle_vl.config.row_sources import RowSourceConfig
 from paddle_vl.data.formats.keys import from_text, renamed
 from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.families.vlm.evaluation.metrics import conclusion, options_of
 from paddle_vl.families.vlm.inputs.conversation import Conversation, RowReader
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.open_data import open_conversations
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
-from paddle_vl.families.vlm.metrics import conclusion, options_of
 from paddle_vl.families.vlm.settings import VLDataConfig
 from paddle_vl.generation.config import GenerationConfig
 

@@ -15,7 +15,7 @@ from paddle import Tensor, nn
 from paddle_vl.checkpoint.reading import Materializable, MaterializeStep
 from paddle_vl.checkpoint.rules import StoredParameter, place_parameters
 from paddle_vl.families.hf_interface import AdaptableModel, SizedModel, loads_like_hf
-from paddle_vl.families.vlm.config import EMBEDDING_KEY, HEAD_KEY, VLConfig
+from paddle_vl.families.vlm.modeling.config import EMBEDDING_KEY, HEAD_KEY, VLConfig
 from paddle_vl.nn.linear import default_dtype, separate
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement
 

@@ -18,7 +18,7 @@ from paddle_vl.batch.row_slices import RowSlice
 from paddle_vl.batch.rows import IGNORE_INDEX
 from paddle_vl.batch.schema import GRIDS, WHOLE_ROWS, VLBatch
 from paddle_vl.families.vlm.inputs.collate import prepared
-from paddle_vl.families.vlm.model import VLOutput
+from paddle_vl.families.vlm.modeling.model import VLOutput
 from paddle_vl.nn.objective import BatchAdapter, Loss
 from paddle_vl.nn.placement import Context
 from paddle_vl.nn.transfer import device_tensor

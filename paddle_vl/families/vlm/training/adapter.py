@@ -11,8 +11,8 @@ from paddle_vl.checkpoint.reading import checkpoint_tensors, chosen_dtype
 from paddle_vl.checkpoint.safetensors_io import StoredTensor
 from paddle_vl.checkpoint.writing import DEFAULT_SHARD_BYTES, write_tensors
 from paddle_vl.config.families import FamilyEntry
-from paddle_vl.families.vlm.config import EMBEDDING_KEY, HEAD_KEY
 from paddle_vl.families.vlm.inputs.processor import VLProcessor, generation_settings
+from paddle_vl.families.vlm.modeling.config import EMBEDDING_KEY, HEAD_KEY
 
 _HEAD = HEAD_KEY.removesuffix(".weight")
 

@@ -16,7 +16,7 @@ from paddle_vl.config.families import FamilyEntry
 from paddle_vl.data.jsonl import BadSampleError, OnBadSample, sample_at
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.base import RankInfo
-from paddle_vl.families.vlm.evaluation import Question, Scorer, answer_to, questions_in
+from paddle_vl.families.vlm.evaluation.scorer import Question, Scorer, answer_to, questions_in
 from paddle_vl.families.vlm.inputs.collate import VLCollator
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.processor import VLProcessor

@@ -24,9 +24,13 @@ from paddle import Tensor, nn
 from paddle.nn.initializer import Normal
 
 from paddle_vl.batch.positions import PatchRows
-from paddle_vl.families.vlm.config import VLConfig
-from paddle_vl.families.vlm.embedding_inputs import EmbeddingSizes, check_level, visual_inputs
-from paddle_vl.families.vlm.moe import LoadBalance, SparseMoE
+from paddle_vl.families.vlm.modeling.config import VLConfig
+from paddle_vl.families.vlm.modeling.embedding_inputs import (
+    EmbeddingSizes,
+    check_level,
+    visual_inputs,
+)
+from paddle_vl.families.vlm.modeling.moe import LoadBalance, SparseMoE
 from paddle_vl.nn.attention import (
     PackedSamples,
     RotaryTables,

@@ -1,4 +1,4 @@
-"""What engines read of a model folder, as data for `paddle_vl.families.vlm.folder_check`.
+"""What engines read of a model folder, as data for `paddle_vl.families.vlm.folders.folder_check`.
 
 The rules are facts of the sources that each engine names, at that commit. transformers was run;
 the others were only read. All of them take HF's tensor names.

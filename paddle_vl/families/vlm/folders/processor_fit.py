@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paddle_vl.config.load import raise_problems
-from paddle_vl.families.vlm.config import TOKEN_IDS, VLConfig
 from paddle_vl.families.vlm.inputs.collate import VLCollator
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.modeling.config import TOKEN_IDS, VLConfig
 from paddle_vl.files.stored_settings import check_mapping
 from paddle_vl.files.text_file import read_json_object
 

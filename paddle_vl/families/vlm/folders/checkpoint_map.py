@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from paddle_vl.checkpoint.rules import LinearWeights, PatchKernel, Rule, Same, low_rank_rules
-from paddle_vl.families.vlm.config import EMBEDDING_KEY, HEAD_KEY, VLConfig
+from paddle_vl.families.vlm.modeling.config import EMBEDDING_KEY, HEAD_KEY, VLConfig
 
 
 def model_rules(config: VLConfig, decoder: Iterable[Rule] = ()) -> tuple[Rule, ...]:

@@ -186,7 +186,7 @@ class VLConfig(SavedConfig):
 
         Attention scores are left out, because they cost the same in every layer.
         """
-        from paddle_vl.families.vlm.flops import VLFlops
+        from paddle_vl.families.vlm.modeling.flops import VLFlops
 
         return VLFlops.layer_size(self, layer)
 

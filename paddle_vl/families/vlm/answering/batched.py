@@ -18,9 +18,9 @@ import paddle
 from paddle import Tensor
 
 from paddle_vl.batch.positions import checked_grid
-from paddle_vl.families.vlm.generate import EmbeddedPrompts, step_logits
-from paddle_vl.families.vlm.layers import VisionFeatures, decoder_positions
-from paddle_vl.families.vlm.row_adapters import RowAdapters
+from paddle_vl.families.vlm.answering.generate import EmbeddedPrompts, step_logits
+from paddle_vl.families.vlm.modeling.layers import VisionFeatures, decoder_positions
+from paddle_vl.families.vlm.training.row_adapters import RowAdapters
 from paddle_vl.nn.attention import PagedKeys
 from paddle_vl.nn.transfer import device_tensor
 

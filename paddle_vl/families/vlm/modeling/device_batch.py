@@ -22,7 +22,7 @@ from paddle_vl.batch.positions import (
 )
 from paddle_vl.batch.schema import GRIDS, WHOLE_ROWS
 from paddle_vl.families.hf_interface import FORWARD, id_rows
-from paddle_vl.families.vlm.moe import routed_rows
+from paddle_vl.families.vlm.modeling.moe import routed_rows
 from paddle_vl.files.names import refuse_foreign
 from paddle_vl.nn.attention import PackedSamples
 from paddle_vl.nn.attention_masks import SliceMask

@@ -17,16 +17,16 @@ from paddle import Tensor, nn
 
 from paddle_vl.batch.positions import PatchRows, frame_runs, vision_layout
 from paddle_vl.families.hf_interface import IndexedOutput
-from paddle_vl.families.vlm.device_batch import (
+from paddle_vl.families.vlm.folders.pretrained import PretrainedVLModel
+from paddle_vl.families.vlm.modeling.device_batch import (
     DeviceBatch,
     Patches,
     Targets,
     compute_position_ids,
     device_batch,
 )
-from paddle_vl.families.vlm.layers import VisionFeatures, VisionTower
-from paddle_vl.families.vlm.moe import LoadBalance
-from paddle_vl.families.vlm.pretrained import PretrainedVLModel
+from paddle_vl.families.vlm.modeling.layers import VisionFeatures, VisionTower
+from paddle_vl.families.vlm.modeling.moe import LoadBalance
 from paddle_vl.nn.attention import Segments
 from paddle_vl.nn.head_loss import (
     TargetRows,
@@ -304,7 +304,7 @@ class VLForConditionalGeneration(PretrainedVLModel):
         self, input_ids: Any, *args: Any, streamer: Any = None, **batch: Any
     ) -> np.ndarray:
         """All new tokens, `[B, n]` int64, n <= max_new_tokens; arguments and errors as of
-        `paddle_vl.families.vlm.generate.stream`.
+        `paddle_vl.families.vlm.answering.generate.stream`.
 
         Args:
             streamer: gets the prompts and then the tokens of every step, as in HF; see
@@ -315,8 +315,8 @@ class VLForConditionalGeneration(PretrainedVLModel):
         return collected(self.stream(input_ids, *args, **batch), input_ids, streamer)
 
     def stream(self, *args: Any, **batch: Any) -> Iterator[np.ndarray]:
-        """Generated tokens `[B]` int64 per step, see `paddle_vl.families.vlm.generate`."""
-        from paddle_vl.families.vlm.generate import stream
+        """Generated tokens `[B]` int64 per step, see `vlm.answering.generate`."""
+        from paddle_vl.families.vlm.answering.generate import stream
 
         return stream(self, *args, **batch)
 

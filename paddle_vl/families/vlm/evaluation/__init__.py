@@ -1,0 +1,1 @@
+"""Scores of answers: metrics, data files and suites of them."""

@@ -1,0 +1,1 @@
+"""The network: configuration, tower, embedding, decoder, and the batch that it takes."""

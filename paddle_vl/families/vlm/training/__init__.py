@@ -1,0 +1,1 @@
+"""What a training step asks of a family: loss, pipeline stages, adapters, own pixels, colocated."""
