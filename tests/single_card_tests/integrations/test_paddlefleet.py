@@ -111,16 +111,6 @@ def test_hidden_states_and_gradients_equal_the_literal_ones(name, recompute):
     cases.assert_same(gradients, expected_gradients)
 
 
-@pytest.mark.parametrize("name", cases.ONE_KIND)
-def test_one_modality_equals_the_published_layers_to_the_bit(name):
-    config = cases.config()
-    hidden, gradients = cases.run(cases.build(config, indexed=True), cases.batch(name))
-    expected, expected_gradients = cases.run(cases.build(config, False), cases.batch(name))
-    np.testing.assert_array_equal(hidden, expected)
-    for key, gradient in gradients.items():
-        np.testing.assert_array_equal(gradient, expected_gradients[key], err_msg=key)
-
-
 @pytest.mark.usefixtures("_mock_group")
 @merges
 @pytest.mark.parametrize("name", cases.ONE_KIND)
@@ -170,14 +160,6 @@ def test_multi_token_prediction_sees_the_images_of_every_depth(name, depth, sepa
     assert np.abs(runs[0][1][next(iter(made.leaves))]).min() > 0
 
 
-@merges
-@pytest.mark.parametrize("indexed", [True, False], ids=["indexed", "published"])
-def test_levels_with_multi_token_prediction_are_refused_by_the_parent(indexed):
-    config = cases.config(num_nextn_predict_layers=1)
-    with pytest.raises(ValueError, match="deepstack"):
-        cases.build(config, indexed)(dict(cases.batch("images", num_more=1).dict_args))
-
-
 @pytest.mark.usefixtures("_stand_in_only")
 @merges
 def test_what_the_parent_writes_into_its_input_reaches_the_caller():
@@ -189,18 +171,6 @@ def test_what_the_parent_writes_into_its_input_reaches_the_caller():
         found.append(dict_args["input_ids"].numpy())
     np.testing.assert_array_equal(*found)
     assert (found[0][:, -2:] == 0).all()
-
-
-@pytest.mark.usefixtures("_stand_in_only")
-@merges
-def test_further_entries_of_the_parent_stay(monkeypatch):
-    config = cases.config(expert_model_parallel_size=2)
-    outputs = [
-        cases.build(config, indexed).run_function[0](dict(cases.batch("images").dict_args))
-        for indexed in (True, False)
-    ]
-    assert_same_entries(*outputs)
-    assert {"input_ids", "rotary_pos_emb", "position_ids"} <= set(outputs[0])
 
 
 @pytest.mark.usefixtures("_stand_in_only")
@@ -310,22 +280,6 @@ def test_levels_keep_their_places_until_the_last_is_added():
             assert added == [True] * (number + 1) + [False] * (cases.LEVELS - number - 1)
         else:
             assert not set(DEEPSTACK_KEYS) & set(outputs)
-
-
-@pytest.mark.usefixtures("_mock_group")
-@pytest.mark.parametrize("name", cases.ONE_KIND)
-def test_the_embedding_alone_serves_the_published_text_layers(name):
-    set_group(1, 2)
-    config = cases.config(sequence_parallel=True)
-    outputs = []
-    for indexed in (False, True):
-        model = cases.build(config, indexed=False)
-        first = cases.build(config, indexed=indexed).run_function[0]
-        entries = first(dict(cases.batch(name).dict_args))
-        for layer in model.run_function[1:]:
-            entries = layer(entries)
-        outputs.append(entries.numpy())
-    np.testing.assert_array_equal(*outputs)
 
 
 def test_a_layer_refuses_a_level_that_it_cannot_choose_rows_of():

@@ -29,8 +29,6 @@ import yaml
 from paddle_vl.cli.main import main
 from paddle_vl.config.load import load_run_config
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.families.qwen3_5.config import Qwen3_5Config
-from paddle_vl.families.qwen3_5.model import Qwen3_5ForConditionalGeneration
 from paddle_vl.families.vlm.inputs.collate import VLCollator
 from paddle_vl.families.vlm.inputs.preference import PreferenceCollator
 from paddle_vl.families.vlm.preference.objective import BASELINE, PreferenceLoss
@@ -38,9 +36,9 @@ from paddle_vl.families.vlm.preference.settings import PreferenceConfig
 from paddle_vl.families.vlm.settings import VLRun
 from paddle_vl.nn import head_loss
 from paddle_vl.nn.objective import weighted_loss
-from paddle_vl.train.build import build_trainer, run_family
+from paddle_vl.train.build import run_family
 from parity import preference as parity
-from tests.single_card_tests.train.tiny_run import MODEL_3_5, write_records
+from tests.single_card_tests.train.tiny_run import write_records
 from tests.support.finished_runs import arrays_of, lasting_metrics
 from tests.support.preference_runs import base_settings, write_preference_run
 from tests.support.tiny import GOLDEN
@@ -72,13 +70,6 @@ def test_terms_are_means_over_the_whole_step():
     divisors = dict(zip(loss.terms, loss.divisors, strict=True))
     assert divisors["preference_loss"] == "num_compared"
     assert divisors["sft_loss"] == "num_chosen_tokens"
-
-
-def test_the_order_of_losses_changes_no_term():
-    names = [["orpo", "sft_per_pair"], ["sft_per_pair", "orpo"]]
-    first, other = (PreferenceLoss(PreferenceConfig(loss_type=each)) for each in names)
-    assert first.terms == other.terms
-    assert "log_odds_ratio" in first.terms
 
 
 def test_an_answer_alone_in_its_micro_batch_gives_no_baseline():
@@ -150,16 +141,6 @@ def test_the_first_loss_is_ln_2_with_adapters_and_resuming_is_exact(run_file, tm
     assert all((files[0] / n).read_bytes() == (files[1] / n).read_bytes() for n in names)
 
 
-def test_qwen3_5_learns_preferences(tmp_path):
-    classes = (Qwen3_5ForConditionalGeneration, Qwen3_5Config)
-    run_file = write_preference_run(tmp_path, 8, MODEL_3_5, *classes)
-    packed = ["data.packing=true", "data.max_length=96"]
-    train(run_file, tmp_path / "out", [*base_settings(run_file), *packed])
-    lines = lasting_metrics(tmp_path / "out")
-    assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
-    assert lines[-1]["rewards/margins"] != 0
-
-
 def test_a_resume_with_another_reference_is_refused(run_file, tmp_path):
     other = write_preference_run(tmp_path / "other", 12)
     settings = [*base_settings(run_file), *SAVES]
@@ -211,25 +192,6 @@ def test_precomputed_values_give_the_same_run_and_are_refused_for_others(run_fil
     written.unlink()
     with pytest.raises(RuntimeError, match="run paddle-vl precompute-reference"):
         run_family(load_run_config(str(run_file), stored))
-
-
-def test_another_reference_is_used_from_the_first_step(run_file, tmp_path):
-    other = write_preference_run(tmp_path, 12).with_name("base")
-    config = load_run_config(
-        str(run_file),
-        [*base_settings(run_file), f"preference.ref_model={other}",
-         f"train.output_dir={tmp_path / 'out'}"],
-    )  # fmt: skip
-    trainer = build_trainer(config)
-    before = {n: p.numpy() for n, p in trainer.runner.model.hf_named_parameters()}
-    outcome = trainer.train_one_step()
-    assert outcome is not None
-    # The learning rate of the first step is 0: the trained values are back in place.
-    for name, parameter in trainer.runner.model.hf_named_parameters():
-        np.testing.assert_array_equal(parameter.numpy(), before[name])
-    means = outcome.means(trainer.runner.loss)
-    assert abs(means["rewards/margins"]) > 1e-4
-    trainer.feed.close()
 
 
 def test_answers_are_cut_and_prompts_are_not(run_file):

@@ -19,21 +19,15 @@ from safetensors.numpy import load_file
 
 from paddle_vl import Qwen3_5ForConditionalGeneration
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
-from paddle_vl.cli.main import main
 from paddle_vl.families.qwen3_5.config import FULL, LINEAR
 from paddle_vl.nn.delta_rule import CHUNK
 from paddle_vl.testing import emulated_bfloat16, tiny_qwen3_5_config
-from tests.single_card_tests.train.corpus_run import write_corpus_run
 from tests.single_card_tests.train.tiny_run import MODEL_3_5, write_tiny_run
-from tests.single_card_tests.train.whole_runs import assert_same_run, build, evaluated, metrics_of
+from tests.single_card_tests.train.whole_runs import assert_same_run, build, evaluated
 from tests.support.finished_runs import arrays_of
 from tests.support.implementations import implementation
 
 FROZEN = ["model.visual.blocks.*", "*.layers.0.linear_attn.*", "*.in_proj_a.*", "*.k_proj.*"]
-LORA = (
-    "model.lora={r: 2, target_modules: [in_proj_qkv, in_proj_z, out_proj, q_proj, o_proj]}",
-    "train.max_steps=2",
-)
 RESUMED = ("train.save_steps=2", "train.resume_from_checkpoint=auto")
 
 
@@ -66,32 +60,6 @@ def test_parts_of_either_mixer_are_frozen(frozen_run, run_file):
     assert "p{M}" not in (run_file.with_name("processor") / "tokenizer.json").read_text()
 
 
-def exact_loss(folder: Path, run_file: Path, capsys) -> str:
-    """The line of the loss that `paddle-vl evaluate` prints."""
-    data = str(run_file.with_name("test.jsonl"))
-    assert main(["evaluate", str(folder), "--data", data, "--max-new-tokens", "2"]) == 0
-    return capsys.readouterr().out.splitlines()[0]
-
-
-def test_evaluation_of_the_run_of_adapters_and_of_the_merged_model(
-    frozen_run, run_file, tmp_path, capsys
-):
-    lines = [metrics_of(frozen_run)[-1]]
-    folders, data = [frozen_run], evaluated(run_file.with_name("test.jsonl"))
-    base = (f"model.pretrained={frozen_run / 'final'}", "model.config=null", "data.processor=null")
-    build(run_file, tmp_path / "adapters", *base, *LORA, *data).run()
-    assert main(["merge", str(tmp_path / "adapters"), str(tmp_path / "merged")]) == 0
-    folders += [tmp_path / "adapters", tmp_path / "merged"]
-    lines += [metrics_of(tmp_path / "adapters")[-1]] * 2
-    assert lines[0]["eval_loss"] != lines[1]["eval_loss"]
-    capsys.readouterr()
-    for folder, line in zip(folders, lines, strict=True):
-        (file,) = [*folder.glob("final/video_p*.json"), *folder.glob("video_p*.json")]
-        assert json.loads(file.read_text())["video_markers"] == "both"
-        wanted = f"loss per answer token: {line['eval_loss']:.4f}"
-        assert exact_loss(folder, run_file, capsys).startswith(wanted)
-
-
 def resumes(run_file: Path, tmp_path: Path, *more: str) -> Path:
     """A whole run, which one that continues its checkpoint equals."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
@@ -101,15 +69,6 @@ def resumes(run_file: Path, tmp_path: Path, *more: str) -> Path:
     build(run_file, resumed, *RESUMED, *more).run()
     assert_same_run(whole, resumed, begun_anew="sequence_length")
     return whole
-
-
-def test_packed_pretraining_data_resume_to_the_bit(tmp_path, monkeypatch):
-    monkeypatch.setattr("paddle_vl.data.corpus.loader.PHASES", 2)
-    run_file = write_corpus_run(tmp_path / "corpus", MODEL_3_5)
-    whole = resumes(run_file, tmp_path)
-    (*_, last) = metrics_of(whole)
-    assert last["packing_efficiency"] > 0.9
-    assert {"loss/texts", "loss/captions", "loss/pages", "loss/chats"} & last.keys()
 
 
 def test_a_bfloat16_run_has_float32_rates_of_decay_and_resumes_to_the_bit(
@@ -127,16 +86,6 @@ def test_a_bfloat16_run_has_float32_rates_of_decay_and_resumes_to_the_bit(
         is_wide = key.endswith(endings)
         assert (tensor.dtype == "F32", f"{key}/master_weight" in arrays) == (is_wide, not is_wide)
         assert arrays[f"{key}/moment1"].any(), key
-
-
-def test_a_profile_trains_made_up_conversations(run_file, tmp_path):
-    arguments = ["--out", str(tmp_path), "--warmup", "0", "--steps", "1", "--synthetic"]
-    shapes = ["--cameras", "2", "--image-side", "16", "--answer-tokens", "9"]
-    assert main(["profile", str(run_file), *arguments, *shapes]) == 0
-    result = json.loads((tmp_path / "profile.json").read_text())
-    assert (result["cameras"], result["data_source"]) == (2, "synthetic")
-    assert sum(result["phase_shares_percent"].values()) == pytest.approx(100)
-    assert result["peak_alloc_gb_worst"] > 0
 
 
 def kept_values(text) -> dict[str, int]:

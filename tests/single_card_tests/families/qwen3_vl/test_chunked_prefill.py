@@ -10,6 +10,8 @@ them; a step writes in place; there is never more room than for the keys that th
 on a GPU copies its own keys only.
 """
 
+from functools import partial
+
 import numpy as np
 import paddle
 import pytest
@@ -17,17 +19,20 @@ import pytest
 from paddle_vl.nn.attention_masks import MASKED_SCORE
 from paddle_vl.nn.dispatch import use_kernels
 from paddle_vl.nn.key_value_cache import KeyValueCache
+from paddle_vl.testing import EXPERTS_3_5, tiny_qwen3_5
 from paddle_vl.testing.qwen3_vl import EXPERTS, patches, token_rows
 from tests.support.gpu_stubs.pretended import pretended_gpu
 from tests.support.operators import recorded_operators
 from tests.support.tiny import tiny_model
 
 
-def mixed_prompts() -> dict[str, np.ndarray]:
-    """A long row with a video and an image, and a left-padded one with an image at its start."""
+def mixed_prompts(more: int = 0) -> dict[str, np.ndarray]:
+    """A long row with a video and an image, and a left-padded one with an image at its start; with
+    more tokens of text behind both."""
+    text = [1 + number % 50 for number in range(more)]
     rows = [
-        [1, ("video", 2), 3, ("image", 6), 5, 7, 2, 9],
-        [("image", 4), 2, 5, 7],
+        [1, ("video", 2), 3, ("image", 6), 5, 7, 2, 9, *text],
+        [("image", 4), 2, 5, 7, *text],
     ]
     ids = token_rows(rows[0], rows[1] + [0] * 5)
     ids[1], mask = np.roll(ids[1], 5), np.ones_like(ids)
@@ -46,20 +51,34 @@ def answers(model, **batch) -> tuple[list, np.ndarray]:
     return tokens.tolist(), np.stack(scores)
 
 
-@pytest.mark.parametrize("experts", [{}, EXPERTS])
+# Further tokens, sizes of chunks and the error allowed. Longer than a chunk of the delta rule.
+SHORT = (0, (1, 2, 3, 4, 5, 7, 11, 20), {"rtol": 1e-4, "atol": 1e-6})
+LONG = (70, (1, 3, 64), {"atol": 2e-5})
+
+
+@pytest.mark.parametrize(
+    ("build", "more", "sizes", "error"),
+    [
+        (tiny_model, *SHORT),
+        (partial(tiny_model, **EXPERTS), *SHORT),
+        (tiny_qwen3_5, *LONG),
+        (partial(tiny_qwen3_5, **EXPERTS_3_5), *LONG),
+    ],
+    ids=["qwen3_vl", "qwen3_vl experts", "qwen3_5", "qwen3_5 experts"],
+)
 @pytest.mark.parametrize("kernels", ["cpu", "plain"])
-def test_a_prefill_in_chunks_gives_the_scores_of_a_whole_one(experts, kernels):
+def test_a_prefill_in_chunks_gives_the_scores_of_a_whole_one(build, more, sizes, error, kernels):
     """At every border: inside of an image or a video, between them, inside of padding."""
-    model, batch = tiny_model(**experts), mixed_prompts()
+    model, batch = build(), mixed_prompts(more)
     wanted, wanted_scores = answers(model, **batch)
     calls = []
     model.visual.register_forward_post_hook(lambda *_: calls.append("tower"))
     with use_kernels(kernels):
-        for size in (1, 2, 3, 4, 5, 7, 11, batch["input_ids"].shape[1]):
+        for size in sizes:
             tokens, scores = answers(model, **batch, prefill_chunk_size=size)
             assert tokens == wanted
-            np.testing.assert_allclose(scores, wanted_scores, rtol=1e-4, atol=1e-6)
-    assert len(calls) == 8
+            np.testing.assert_allclose(scores, wanted_scores, **error)
+    assert len(calls) == len(sizes)
 
 
 def test_layers_see_one_chunk_at_a_time():

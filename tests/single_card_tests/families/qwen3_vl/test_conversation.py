@@ -38,21 +38,6 @@ def test_tags_take_the_images_in_order_and_keep_the_text_between():
     ]  # fmt: skip
 
 
-def test_videos_are_read_in_both_spellings_among_images_in_any_order():
-    parts = [
-        {"type": "video", "video": "a.mp4"},
-        {"type": "image", "image": "a.png"},
-        {"type": "text", "text": "One"},
-        {"type": "video"},
-    ]
-    listed = parse_record(question(parts, videos=["file:///abs/b.mp4"]), HERE)
-    media = {"images": ["a.png"], "videos": ["a.mp4", "/abs/b.mp4"]}
-    tagged = parse_record(question("<video><image>One<video>", **media), HERE)
-    assert listed == tagged
-    assert listed.videos == [str(HERE / "a.mp4"), "/abs/b.mp4"]
-    assert listed.media == ["video", "image", "video"]
-
-
 def test_absolute_paths_file_urls_and_images_in_memory_are_taken_as_they_are():
     image, array = random_image(8, 8), np.zeros((8, 8, 3), np.uint8)
     record = question("<image><image><image>", images=["/abs/a.png", "file:///abs/b.png", image])

@@ -122,19 +122,6 @@ def test_rows_end_at_any_stop_token_and_are_filled_with_the_pad_token():
     assert not np.isin(held, stops).any()
 
 
-def test_the_tower_and_each_deepstack_level_run_once():
-    model, (pixels, grid) = tiny_model(), patches(GRIDS[:1])
-    calls = []
-    model.visual.register_forward_post_hook(lambda *_: calls.append("tower"))
-    for layer in model.language_model.deepstack_layers:
-        layer.register_forward_post_hook(lambda *_: calls.append("level"))
-    model.generate(
-        input_ids=token_rows([1, ("image", 4), 2]), pixel_values=pixels, image_grid_thw=grid,
-        max_new_tokens=4,
-    )  # fmt: skip
-    assert calls == ["tower", "level", "level"]
-
-
 @pytest.mark.parametrize("chunk", [None, 2])
 @pytest.mark.parametrize("build", [tiny_model, partial(tiny_model, **EXPERTS), tiny_qwen3_5])
 def test_kept_caches_give_the_scores_of_whole_prompts(build, chunk):
@@ -215,16 +202,6 @@ def test_a_seed_fixes_what_is_drawn_and_rows_draw_for_themselves():
     assert len({str(tokens.tolist()) for tokens in [found, *others]}) == 4
 
 
-def test_an_ended_row_does_not_change_what_the_others_draw():
-    model, settings = tiny_model(), {"max_new_tokens": 8, "do_sample": True, "seed": 1}
-    ids = token_rows([1, 2, 3], [7, 8, 9])
-    free = model.generate(input_ids=ids, **settings)
-    stop = next(int(token) for token in free[0] if token not in free[1])
-    found = model.generate(input_ids=ids, eos_token_id=stop, **settings)
-    assert found[0].tolist() != free[0].tolist()
-    assert found[1].tolist() == free[1].tolist()
-
-
 def test_padding_is_no_token_to_repeat():
     model, row = tiny_model(), token_rows([1, 2, 3])
     first = int(model.generate(input_ids=row, max_new_tokens=1)[0, 0])
@@ -233,13 +210,6 @@ def test_padding_is_no_token_to_repeat():
     mask = np.array([[0, 0, 1, 1, 1]])
     assert model.generate(padded, mask, **settings).tolist() == [[first]]
     assert model.generate(padded, **settings).tolist() != [[first]]
-
-
-def test_the_head_sees_the_last_column_only():
-    model, shapes = tiny_model(), []
-    model.lm_head.register_forward_post_hook(lambda _, __, logits: shapes.append(logits.shape))
-    model.generate(input_ids=token_rows([1, 2, 3], [4, 5, 6]), max_new_tokens=2)
-    assert shapes == [[2, 64], [2, 64]]
 
 
 def test_a_chosen_placeholder_is_an_ordinary_token(monkeypatch):
@@ -258,19 +228,6 @@ def test_settings_of_the_call_come_before_the_given_ones_and_those_before_the_mo
     assert model.generate(input_ids=ids).shape == (1, 4)
     assert model.generate(input_ids=ids, generation_config=given).shape == (1, 3)
     assert model.generate(ids, generation_config=given, max_new_tokens=2).shape == (1, 2)
-
-
-def test_a_model_folder_carries_its_generation_settings(tmp_path):
-    model = tiny_model()
-    model.save_pretrained(tmp_path / "none")
-    assert not (tmp_path / "none" / "generation_config.json").exists()
-    assert (
-        Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "none").generation_config is None
-    )
-    model.generation_config = GenerationConfig(top_k=7, eos_token_id=(4, 5))
-    model.save_pretrained(tmp_path / "some")
-    read = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "some").generation_config
-    assert (read.top_k, read.eos_token_ids) == (7, [4, 5])
 
 
 def test_answers_end_where_the_folders_processor_says_if_no_settings_do(tmp_path):
@@ -295,18 +252,6 @@ def test_answers_end_where_the_folders_processor_says_if_no_settings_do(tmp_path
         "top_k": 7, "eos_token_id": processor.eos_token_ids,
         "pad_token_id": processor.pad_token_id,
     }  # fmt: skip
-
-
-def test_training_mode_is_restored_also_when_the_stream_is_left():
-    model = tiny_model()
-    model.train()
-    model.generate(input_ids=token_rows([1, 2]), max_new_tokens=2)
-    assert model.training
-    steps = model.stream(input_ids=token_rows([1, 2]), max_new_tokens=2)
-    next(steps)
-    assert not model.training
-    steps.close()
-    assert model.training
 
 
 def test_logits_of_the_last_columns_are_those_of_all():

@@ -11,7 +11,7 @@ import tracemalloc
 
 import pytest
 
-from paddle_vl.data.jsonl import BadSampleError, bounded_lines, parse_object, sample_at
+from paddle_vl.data.jsonl import BadSampleError, bounded_lines, sample_at
 from paddle_vl.families.policy.demonstrations.dataset import DemonstrationsDataset, present_fields
 from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
 from tests.single_card_tests.families.pi07.demonstration_builders import SHAPES, line
@@ -117,17 +117,6 @@ def test_a_hostile_demonstration_is_a_bad_sample(tmp_path, name):
     assert dataset.skipped == {kind: 1}
     # Reads the same lines and leaves their errors to the dataset.
     present_fields([file], SHAPES, 65536)
-
-
-def test_a_byte_order_mark_is_passed_over(tmp_path):
-    file = tmp_path / "a.jsonl"
-    file.write_bytes(b"\xef\xbb\xbf" + escaped(question()) + b"\r\n")
-    assert len(MessagesDataset([file], PROCESSOR)) == 1
-
-
-def test_whole_characters_beyond_the_basic_plane_are_text(tmp_path):
-    record = parse_object(escaped({"text": "\U0001f408 \\ud800"}), "a text")
-    assert record == {"text": "\U0001f408 \\ud800"}
 
 
 def test_lines_keep_their_numbers_and_offsets_around_long_ones(tmp_path):

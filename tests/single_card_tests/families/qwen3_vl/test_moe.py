@@ -1,25 +1,28 @@
-"""Qwen3-VL with experts.
+"""Qwen3-VL with experts, padding in it, and recomputation of its layers.
 
-Guarantees: which layers have experts; both configuration dialects are read, the hub's is written,
-others are refused; experts are read in either orientation, also square ones, and written in the
-hub's; routing weights and their sum; the auxiliary loss equals its formula: padding left out,
-layers pooled, enabled by configuration or call; recomputation and micro-batches change nothing.
-Equality with HF is in test_golden.py.
+Guarantees: which layers have experts; the auxiliary loss equals its formula: padding left out,
+layers pooled, enabled by configuration or call; padding, on either side and of any amount, is
+routed to no expert, is in no count, and changes neither outputs nor gradients of real tokens, in
+training and in generation; leaving it out reads nothing on the host if the collator lists the real
+rows; a recomputed layer keeps its choice of experts. Equality with HF is in vlm/test_golden.py.
 """
+
+from contextlib import contextmanager
 
 import numpy as np
 import paddle
 import pytest
-from safetensors.numpy import load_file, save_file
 
-from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-from paddle_vl.families.vlm.modeling.moe import Router, SparseMoE
-from paddle_vl.families.vlm.training.pipeline import layer_costs
-from paddle_vl.nn.linear import Linear
-from paddle_vl.testing.qwen3_vl import EXPERTS, IMAGE, patches, token_rows
-from tests.support.tiny import GOLDEN, tiny_config, tiny_model
-
-MODEL = GOLDEN / "qwen_vl" / "models" / "moe"
+from paddle_vl import Qwen3VLForConditionalGeneration
+from paddle_vl.batch.visual_index import host_visual_indices
+from paddle_vl.families.vlm.modeling.moe import SparseMoE
+from paddle_vl.families.vlm.training.objective import empty_batch
+from paddle_vl.nn import experts
+from paddle_vl.nn.dispatch import use_kernels
+from paddle_vl.parallel.recompute import recompute_layers
+from paddle_vl.testing import forbid_host_reads, record_host_reads
+from paddle_vl.testing.qwen3_vl import EXPERTS, IMAGE, VIDEO, patches, token_rows
+from tests.support.tiny import tiny_config, tiny_model
 
 
 def batch(length: int | None = None) -> dict:
@@ -58,73 +61,9 @@ def test_layers_are_dense_by_list_and_by_step(settings, with_experts):
     assert found == with_experts
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"num_experts_per_tok": 7}, "num_experts_per_tok is 7; it must be at most"),
-     ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
-     ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
-     ({"mlp_only_layers": [1, 3]}, r"mlp_only_layers \[3\] lie outside the decoder's 3 layers"),
-     ({"num_local_experts": 4}, "num_experts is 6 but num_local_experts 4"),
-     ({"num_shared_experts": 1}, r"does not know the keys \['num_shared_experts'\]")],
-)  # fmt: skip
-def test_a_wrong_configuration_is_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        tiny_config(**EXPERTS | settings)
-
-
-def test_a_dense_model_knows_no_experts():
-    values = tiny_config().to_dict()
-    values["text_config"]["num_experts"] = 4
-    with pytest.raises(ValueError, match="does not know the keys .'num_experts'"):
-        Qwen3VLConfig.from_dict(values)
+def test_a_dense_model_has_no_balance():
     with pytest.raises(ValueError, match="output_router_logits is true but this model has no expe"):
         tiny_model()(**batch(), output_router_logits=True)
-
-
-# Width 16: no matrix is square, then gate and up are, then down is.
-@pytest.mark.parametrize("inner", [6, 8, 16])
-def test_experts_load_from_either_layout_and_are_written_in_the_hubs(inner, tmp_path):
-    model = tiny_model(**EXPERTS | {"moe_intermediate_size": inner})
-    model.save_pretrained(tmp_path)
-    file, wanted = tmp_path / "model.safetensors", model.hf_state_dict()
-    stored = load_file(file)
-    keys = [key for key in stored if ".experts." in key]
-    assert [stored[key].shape for key in sorted(keys)[:2]] == [(6, inner, 16), (6, 16, 2 * inner)]
-    for turned in (False, True):
-        if turned:
-            save_file(
-                {
-                    key: np.ascontiguousarray(array.swapaxes(1, 2)) if key in keys else array
-                    for key, array in stored.items()
-                },
-                file,
-            )
-        found = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path).hf_state_dict()
-        for key, array in wanted.items():
-            np.testing.assert_array_equal(found[key], array, err_msg=key)
-
-
-def test_experts_of_neither_shape_are_named(tmp_path):
-    tiny_model(**EXPERTS).save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    arrays = load_file(file)
-    key = "model.language_model.layers.2.mlp.experts.down_proj"
-    save_file(arrays | {key: arrays[key][:, :5]}, file)
-    with pytest.raises(ValueError, match=r"1 misshapen: .*down_proj \(file \[6, 5, 16\], model"):
-        Qwen3VLForConditionalGeneration.from_pretrained(tmp_path)
-
-
-def test_routing_takes_the_largest_and_makes_their_weights_sum_to_one():
-    linear = Linear(3, 4, bias=False)
-    linear.weight.set_value(np.eye(3, 4, dtype=np.float32))
-    routing = Router(linear, 2)(paddle.to_tensor([[0.0, 2.0, 1.0], [5.0, 0.0, -1.0]]))
-    exponents = np.exp([[2.0, 1.0], [5.0, 0.0]])
-    # The last expert has logit 0 too; of equal experts either may be chosen.
-    assert routing.indices[0].tolist() == [1, 2]
-    assert routing.indices[1].tolist() in ([0, 1], [0, 3])
-    np.testing.assert_allclose(
-        routing.weights.numpy(), exponents / exponents.sum(axis=1, keepdims=True), rtol=1e-6
-    )
 
 
 def auxiliary_loss(model, inputs: dict) -> float:
@@ -174,26 +113,154 @@ def test_the_configuration_asks_for_the_auxiliary_loss_and_a_call_overrides_it()
     assert model(**batch(), output_router_logits=False).aux_loss is None
 
 
-def test_the_last_calls_tokens_per_expert_are_known_by_layer():
-    model, inputs = tiny_model(**EXPERTS), batch()
-    assert model.tokens_per_expert() == {}
-    model(**inputs)
-    counts = model.tokens_per_expert()
-    assert list(counts) == [0, 2]
-    assert [int(count.sum()) for count in counts.values()] == [
-        2 * inputs["attention_mask"].sum()
-    ] * 2
-    assert tiny_model().tokens_per_expert() == {}
-
-
-def test_costs_count_the_experts_a_token_sees():
-    layers, *_ = layer_costs(tiny_config(**EXPERTS))
-    attention = 2 * 16 * 6 * 8
-    dense, sparse = attention + 3 * 16 * 24, attention + 16 * (3 * 2 * 8 + 6)
-    assert layers == [sparse, dense, sparse]
-
-
 def test_generation_works_with_a_configuration_that_asks_for_the_auxiliary_loss():
     prompt = {"input_ids": token_rows([1, 9, 2, 5]), "max_new_tokens": 3, "eos_token_id": 63}
     answers = tiny_model(**EXPERTS, output_router_logits=True).generate(**prompt)
     np.testing.assert_array_equal(answers, tiny_model(**EXPERTS).generate(**prompt))
+
+
+def padded(side: str, length: int, pad: int = 0) -> dict:
+    """`batch` with rows of this length, padded on one side."""
+    inputs, keys = batch(), ("input_ids", "attention_mask", "labels")
+    # On the left, padding would predict it.
+    inputs["labels"][:, 0] = -100
+    for key, fill in zip(keys, (pad, 0, -100), strict=True):
+        rows = [row[:end] for row, end in zip(inputs[key], (9, 4), strict=True)]
+        widths = [(length - len(row), 0)[:: 1 if side == "left" else -1] for row in rows]
+        inputs[key] = np.stack(
+            [
+                np.pad(row, width, constant_values=fill)
+                for row, width in zip(rows, widths, strict=True)
+            ]
+        )
+    return inputs
+
+
+@contextmanager
+def products_seen():
+    """Numbers of rows that the experts multiply, one per product."""
+    seen, plain = [], experts.grouped_linear
+
+    def product(x_NI, *arguments):
+        seen.append(x_NI.shape[0])
+        return plain(x_NI, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts, "grouped_linear", product)
+        yield seen
+
+
+def collated(inputs: dict) -> dict:
+    """What the collator adds, on the device."""
+    model = tiny_model(**EXPERTS)
+    keys = ("input_ids", "attention_mask", "image_grid_thw")
+    positions, _ = model.position_ids(*(inputs[key] for key in keys))
+    rows = {"real_row_indices": np.flatnonzero(inputs["attention_mask"])}
+    ids = {"image_token_id": IMAGE, "video_token_id": VIDEO}
+    visual = host_visual_indices(inputs["input_ids"], num_image_rows=4, **ids)
+    arrays = inputs | rows | visual | {"position_ids": positions}
+    on_device = {key: paddle.to_tensor(array) for key, array in arrays.items()}
+    return on_device | {"image_grid_thw": inputs["image_grid_thw"], "num_target_tokens": 7}
+
+
+@pytest.mark.parametrize("form", ["arrays", "tensors", "collated"])
+@pytest.mark.parametrize(("side", "length"), [("left", 12), ("right", 9), ("right", 32)])
+def test_padding_takes_no_experts_time_and_is_in_no_count(side, length, form):
+    model, inputs = tiny_model(**EXPERTS), padded(side, length)
+    given = inputs if form == "arrays" else collated(inputs)
+    if form == "tensors":
+        given = {key: given[key] for key in inputs}
+    with products_seen() as seen:
+        loss = model(**given, output_router_logits=True).loss
+        loss.backward()
+    # Thirteen real tokens, two experts of each, two products in two layers.
+    assert seen == [26] * 4
+    assert [int(count.sum()) for count in model.tokens_per_expert().values()] == [26, 26]
+    assert np.isfinite(loss.item())
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "plain", "gpu"])
+@pytest.mark.parametrize(("side", "length"), [("left", 12), ("right", 32)])
+def test_real_tokens_have_the_values_and_gradients_of_samples_without_padding(
+    side, length, kernels
+):
+    settings = EXPERTS | {"output_router_logits": True}
+    model, inputs = tiny_model(**settings), padded(side, length)
+    with use_kernels(kernels):
+        output = model(**inputs)
+        (output.loss_sum / 5).backward()
+        found = {key: p.grad.numpy() for key, p in model.hf_named_parameters()}
+        real = inputs["attention_mask"].astype(bool)
+        logits = output.logits.numpy()
+        assert np.isfinite(logits).all()
+        model.clear_gradients()
+        for i, sample in enumerate(alone(inputs)):
+            single = model(**sample)
+            (single.loss_sum / 5).backward()
+            np.testing.assert_allclose(logits[i, real[i]], single.logits.numpy()[0], atol=2e-5)
+    for key, parameter in model.hf_named_parameters():
+        wanted = parameter.grad.numpy()
+        scale = max(np.abs(wanted).max(), 1e-6)
+        np.testing.assert_allclose(found[key], wanted, atol=2e-5 * scale, err_msg=key)
+
+
+def test_a_batch_of_padding_has_no_count_no_loss_and_no_gradient():
+    model = tiny_model(**EXPERTS, output_router_logits=True, router_aux_loss_coef=1.0)
+    output = model(**empty_batch(3))
+    output.loss.backward()
+    assert np.isfinite(output.logits.numpy()).all()
+    assert [output.loss.item(), output.aux_loss.item()] == [0, 0]
+    assert [int(count.sum()) for count in model.tokens_per_expert().values()] == [0, 0]
+    for layer in (model.decoder_layers[0], model.decoder_layers[2]):
+        for parameter in layer.mlp.parameters():
+            assert not parameter.grad.numpy().any()
+
+
+def test_a_batch_of_the_collator_needs_no_host_read():
+    model = tiny_model(**EXPERTS, output_router_logits=True)
+    given = collated(padded("left", 12))
+    with forbid_host_reads(), use_kernels("gpu"):
+        model(**given).loss.backward()
+    del given["real_row_indices"]
+    with record_host_reads() as reads, use_kernels("gpu"):
+        model(**given).loss.backward()
+    assert [place.partition(":")[0] for place in reads] == ["nn/transfer.py"]
+
+
+def test_a_recomputed_layer_keeps_its_experts_if_the_router_would_now_choose_others():
+    model = tiny_model(**EXPERTS)
+    recompute_layers(model.decoder_layers)
+    loss = model(**padded("right", 12)).loss
+    counts = {i: count.numpy() for i, count in model.tokens_per_expert().items()}
+    for i in counts:
+        gate = model.decoder_layers[i].mlp.gate.weight
+        gate.set_value(-gate)
+    with products_seen() as seen:
+        loss.backward()
+    assert seen == [26] * 4
+    for i, count in counts.items():
+        assert (model.tokens_per_expert()[i].numpy() == count).all()
+        # An expert without rows has no gradient, one with rows has.
+        grads = model.decoder_layers[i].mlp.experts.down_proj.grad.numpy()
+        assert (np.abs(grads).max(axis=(1, 2)) > 0).tolist() == (count > 0).tolist()
+
+
+def test_padded_prompts_are_not_routed_in_generation():
+    model, inputs = tiny_model(**EXPERTS), padded("left", 12)
+    prompts = [{k: v for k, v in one.items() if k != "labels"} for one in [inputs, *alone(inputs)]]
+    with products_seen() as seen:
+        together, *single = (
+            model.generate(**prompt, max_new_tokens=4, eos_token_id=63) for prompt in prompts
+        )
+    # The prompts, then a token of each in every step.
+    assert seen[:16] == [26] * 4 + [4] * 12
+    np.testing.assert_array_equal(together, np.concatenate(single))
+
+
+def test_the_balance_of_a_padded_batch_needs_the_values_of_its_mask():
+    """A traced program has none."""
+    model, inputs = tiny_model(**EXPERTS), batch()
+    inputs |= {"attention_mask": object(), "has_left_padding": False}
+    inputs["position_ids"] = np.zeros([3, *inputs["input_ids"].shape], np.int64)
+    with pytest.raises(ValueError, match="needs the values of attention_mask"):
+        model(**inputs, output_router_logits=True)

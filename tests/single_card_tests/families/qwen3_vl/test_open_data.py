@@ -2,7 +2,7 @@
 
 Guarantees: the same conversations in every format and container are the same samples; a file of
 lines is read whole and its rows have one format; a mixture draws what its spelling says, with the
-limits of each source; tools and reasoning go through the checkpoint's template; grounding is in
+limits of each source; tools go through the checkpoint's template; grounding is in
 thousandths of the image; what is refused is refused when the data are opened.
 """
 
@@ -56,17 +56,6 @@ def sharegpt_row(question, answer, image):
     return {"conversations": turns, **row}
 
 
-def query_row(question, answer, image):
-    row = messages_row(question, answer, image)
-    (asked, _) = row.pop("messages")
-    return {"query": asked["content"], "response": answer, **row}
-
-
-def alpaca_row(question, answer, image):
-    row = query_row(question, answer, image)
-    return {"instruction": row.pop("query"), "output": row.pop("response"), "input": "", **row}
-
-
 def opened(entries, processor=PROCESSOR, **settings):
     data = VLDataConfig(train=entries, **settings)
     assert not has_sources(data.train)
@@ -91,7 +80,7 @@ def expected(folder):
     return ids(data)
 
 
-@pytest.mark.parametrize("build", [messages_row, sharegpt_row, query_row, alpaca_row])
+@pytest.mark.parametrize("build", [messages_row, sharegpt_row])
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
 def test_every_format_and_container_gives_the_same_samples(folder, expected, build, name):
     data = opened([written(folder / f"{build.__name__}_{name}", [build(*row) for row in ROWS])])
@@ -129,26 +118,10 @@ def opened_rows(entry):
 
 
 def test_rows_of_two_formats_in_a_file_are_refused(folder):
-    rows = [messages_row(*ROWS[2]), query_row(*ROWS[2])]
+    rows = [messages_row(*ROWS[2]), {"query": "Sure?", "response": "yes"}]
     for name in ("two.jsonl", "two.json"):
         with pytest.raises(BadSampleError, match=r"two\.json.*2.*query_response.*messages"):
             opened([written(folder / name, rows)])
-
-
-@pytest.fixture(scope="module")
-def with_template(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("processor")
-    PROCESSOR.save_pretrained(folder)
-    (folder / "chat_template.jinja").write_text(
-        "{% if tools %}{{ tools[0].function.name }};{% endif %}"
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-        "{% if m.role == 'assistant' and m.reasoning_content and loop.last %}"
-        "({{ m.reasoning_content }}){% endif %}{{ m.content }}"
-        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
-        "{% endfor %}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    return folder
 
 
 TOOLS = [{"name": "look", "parameters": {}}]
@@ -164,32 +137,22 @@ def learned(processor, sample) -> str:
     return processor.decode(sample["labels"][sample["labels"] != -100], skip_special_tokens=False)
 
 
-def test_tools_go_through_the_checkpoints_template(folder, with_template):
-    processor = VLProcessor.from_pretrained(with_template)
+def test_tools_go_through_the_checkpoints_template(folder, tmp_path):
+    PROCESSOR.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% if tools %}{{ tools[0].function.name }};{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
+        "{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    processor = VLProcessor.from_pretrained(tmp_path)
     (sample,) = opened(
         [written(folder / "t.json", [{"messages": CALLS, "tools": TOOLS}])], processor
     )
     text = processor.decode(sample["input_ids"], skip_special_tokens=False)
     assert text.startswith("look;<|im_start|>user\ntell<|im_end|>")
     assert learned(processor, sample) == "look{}<|im_end|>blue<|im_end|>"
-
-
-def test_earlier_reasoning_is_refused_dropped_or_split(folder, with_template):
-    turns = []
-    thoughts = {"red": "hello", "blue": "yes"}
-    for answer in thoughts:
-        thought = {"role": "assistant", "content": answer, "reasoning_content": thoughts[answer]}
-        turns += [{"role": "user", "content": "tell"}, thought]
-    file = written(folder / "reasoning.jsonl", [{"messages": turns}])
-    split = VLProcessor.from_pretrained(with_template, earlier_reasoning="split")
-    data = opened([file], split, earlier_reasoning="split")
-    assert [learned(split, sample) for sample in data] == [
-        "(hello)red<|im_end|>",
-        "(yes)blue<|im_end|>",
-    ]
-    assert [data.place(number) for number in range(2)] == [f"{file}:1"] * 2
-    with pytest.raises(BadSampleError, match=r"reasoning\.jsonl:1: .*data.earlier_reasoning"):
-        opened([file], VLProcessor.from_pretrained(with_template))
 
 
 def test_boxes_are_thousandths_of_the_original_image(folder):
