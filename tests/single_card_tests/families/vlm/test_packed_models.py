@@ -1,7 +1,7 @@
 """Packed samples in rows of a Qwen3-VL and a Qwen3.5.
 
 Guarantees: loss sum and every gradient equal those of the samples alone, with images and videos,
-deepstack, states, pipeline stages, experts and recomputation; HF's `[4, B, L]` positions mean the
+deepstack, states, experts and recomputation; HF's `[4, B, L]` positions mean the
 same as offsets, unless there is a mask; offsets that do not fit the batch, and caches, are refused.
 """
 
@@ -12,8 +12,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.families.vlm.inputs.collate import PackedCollator, VLCollator, prepared
-from paddle_vl.families.vlm.training.pipeline import VLStage
+from paddle_vl.families.vlm.inputs.collate import PackedCollator, VLCollator
 from paddle_vl.nn.key_value_cache import KeyValueCache
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.testing import EXPERTS_3_5, assert_equals_single_device, tiny_qwen3_5
@@ -116,21 +115,6 @@ def test_the_tail_of_a_row_is_routed_to_no_expert(batch):
     real = sum(len(one["input_ids"]) for row in ROWS for one in row)
     assert real == batch["attention_mask"].sum() < batch["input_ids"].size / 2
     assert [int(count.sum()) for count in model.tokens_per_expert().values()] == [2 * real] * 2
-
-
-@pytest.mark.parametrize("cut", [1, 2])
-def test_parts_of_a_pipeline_equal_the_samples_alone(alone, case, cut):
-    model = case.build(**case.text)
-    batch: Any = prepared(PackedCollator(COLLATOR)(case.rows))
-    rows = VLStage(model, range(cut))(batch)
-    later = VLStage(model, range(cut, 3))
-    assert later.input_shape(batch) == tuple(rows.shape)
-    # Of a Qwen3.5 hidden states alone travel.
-    assert (len(rows) > batch["input_ids"].size) == (case.build is tiny_model and cut < 2)
-    loss = later(batch, rows).loss_sum
-    loss.backward()
-    assert float(loss) == pytest.approx(alone[1], rel=1e-6)
-    assert_gradients(model, alone[0], case.tolerance)
 
 
 def test_four_rows_of_positions_say_the_same_as_offsets(batch):
