@@ -5,6 +5,8 @@ lists are inputs; HF's arguments are accepted where they ask for nothing or mean
 otherwise refused by name with what to do instead.
 """
 
+from functools import partial
+
 import numpy as np
 import paddle
 import pytest
@@ -89,20 +91,45 @@ def test_lists_that_are_no_batch_are_refused(model, ids, message):
             call(ids)
 
 
-@pytest.mark.parametrize(
-    ("argument", "remedy"),
-    [
-        ({"past_key_values": [1]}, r"generate\(\) and stream\(\) keep"),
-        ({"use_cache": True}, r"generate\(\) and stream\(\) keep"),
+KEPT, CURRENT = r"generate\(\) and stream\(\) keep", r"call paddle\.set_device\(\)"
+REFUSED = {
+    "the model has no ": [
+        ({"past_key_values": [1]}, KEPT),
+        ({"use_cache": True}, KEPT),
         ({"output_attentions": True}, "attention keeps no weights"),
         ({"output_hidden_states": True}, "forward post hook"),
         ({"inputs_embeds": np.zeros((2, 2))}, "give input_ids"),
         ({"return_dict": False}, r"output\.to_tuple\(\)"),
     ],
+    "generation has no ": [
+        ({"past_key_values": np.zeros(3)}, "give the whole prompt"),
+        ({"output_attentions": True}, "attention keeps no weights"),
+        ({"output_scores": True}, "on_logits= is called"),
+        ({"max_length": 20}, "give max_new_tokens"),
+        ({"num_beams": 4}, "not supported"),
+        ({"stopping_criteria": [1]}, "eos_token_id"),
+    ],
+    "": [
+        ({"device_map": "cuda:3"}, f"current device, cpu: {CURRENT}"),
+        ({"device_map": {"": 0}}, CURRENT),
+        ({"attn_implementation": "flash_attention_2"}, "kernels follow from device and dtype"),
+        ({"trust_remote_code": True}, "no code of a folder is run"),
+        ({"load_in_4bit": True}, "weights are loaded in a floating"),
+        ({"cache_dir": "x"}, "the hub's environment variables"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("who", "argument", "remedy"), [(who, *row) for who, rows in REFUSED.items() for row in rows]
 )
-def test_what_a_call_lacks_is_refused_by_name(model, argument, remedy):
-    with pytest.raises(ValueError, match=f"the model has no {next(iter(argument))}.*{remedy}"):
-        model(input_ids=IDS, **argument)
+def test_what_a_call_generation_or_loading_lacks_is_refused_by_name(
+    model, folder, who, argument, remedy
+):
+    load = partial(Qwen3VLForConditionalGeneration.from_pretrained, folder)
+    calls = {"": load, "the model has no ": partial(model, IDS)}
+    with pytest.raises(ValueError, match=f"{who}{next(iter(argument))}.*{remedy}"):
+        calls.get(who, partial(model.generate, IDS))(**argument)
 
 
 def test_what_asks_for_nothing_is_accepted(model):
@@ -114,22 +141,6 @@ def test_what_asks_for_nothing_is_accepted(model):
     neutral = {"use_cache": True, "num_beams": 1, "do_sample": False, "return_dict_in_generate": 0}
     neutral |= {"temperature": None, "top_k": None, "stopping_criteria": None}
     assert model.generate(IDS, max_new_tokens=3, **neutral).tolist() == wanted
-
-
-@pytest.mark.parametrize(
-    ("argument", "remedy"),
-    [
-        ({"past_key_values": np.zeros(3)}, "give the whole prompt"),
-        ({"output_attentions": True}, "attention keeps no weights"),
-        ({"output_scores": True}, "on_logits= is called"),
-        ({"max_length": 20}, "give max_new_tokens"),
-        ({"num_beams": 4}, "not supported"),
-        ({"stopping_criteria": [1]}, "eos_token_id"),
-    ],
-)
-def test_what_generation_lacks_is_refused_by_name(model, argument, remedy):
-    with pytest.raises(ValueError, match=f"generation has no {next(iter(argument))} .*{remedy}"):
-        model.generate(IDS, **argument)
 
 
 class TorchsDtype:
@@ -151,22 +162,6 @@ class TorchsDtype:
 def test_loading_honours_what_means_the_same(folder, arguments, dtype):
     model = Qwen3VLForConditionalGeneration.from_pretrained(folder, **arguments)
     assert model.dtype == getattr(paddle, dtype)
-
-
-@pytest.mark.parametrize(
-    ("argument", "remedy"),
-    [
-        ({"device_map": "cuda:3"}, r"current device, cpu: call paddle\.set_device\(\)"),
-        ({"device_map": {"": 0}}, r"call paddle\.set_device\(\)"),
-        ({"attn_implementation": "flash_attention_2"}, "kernels follow from device and dtype"),
-        ({"trust_remote_code": True}, "no code of a folder is run"),
-        ({"load_in_4bit": True}, "weights are loaded in a floating"),
-        ({"cache_dir": "x"}, "the hub's environment variables"),
-    ],
-)
-def test_loading_refuses_by_name_what_means_something_else(folder, argument, remedy):
-    with pytest.raises(ValueError, match=f"{next(iter(argument))}.*{remedy}"):
-        Qwen3VLForConditionalGeneration.from_pretrained(folder, **argument)
 
 
 def test_a_model_is_loaded_by_its_name_on_a_hub(hub, folder):

@@ -5,7 +5,6 @@ reading order are taken; levels are cast; every input that does not fit in shape
 ValueError with both numbers, found by shapes alone. Values are in test_visual_values.py.
 """
 
-import numpy as np
 import paddle
 import pytest
 
@@ -22,25 +21,6 @@ from tests.single_card_tests.families.qwen3_vl.embedding_inputs import (
     masked_args,
     visual_args,
 )
-
-
-def test_indices_of_another_batch_are_refused():
-    args = visual_args(MIXED) | carried(MIXED)
-    args["image_embeds"] = args["image_embeds"][:-1]
-    args["deepstack_image_embeds"] = [level[:-1] for level in args["deepstack_image_embeds"]]
-    with pytest.raises(ValueError, match="12 token rows but the batch has 11 visual embeddings"):
-        build()(args)
-
-
-def test_half_a_pair_of_indices_is_refused():
-    indices = carried(MIXED)
-    del indices["visual_gather_indices"]
-    with pytest.raises(ValueError, match="without visual_gather_indices"):
-        build()(visual_args(MIXED) | indices)
-    indices = carried(MIXED)
-    del indices["visual_source_indices"]
-    with pytest.raises(ValueError, match="without visual_source_indices: add them"):
-        build()(visual_args(MIXED) | indices)
 
 
 def levels_of(count: int, rows: int, width: int = WIDTH, dtype: str = "float32") -> list:
@@ -93,18 +73,6 @@ def test_visual_inputs_that_do_not_fit_are_refused(changed, message, size, with_
         build(placement)(args | changed)
 
 
-def test_levels_without_merged_rows_are_refused():
-    args = visual_args(IMAGES)
-    del args["image_embeds"]
-    with pytest.raises(ValueError, match="has 2 levels but there is no image_embeds"):
-        build()(args)
-    args = visual_args(IMAGES)
-    args["deepstack_visual_embeds"] = args.pop("deepstack_image_embeds")
-    del args["image_embeds"]
-    with pytest.raises(ValueError, match="without merged visual rows: .* decoder_input"):
-        build()(args)
-
-
 @pytest.mark.parametrize("name", ["update", "gather", "source"])
 def test_indices_of_another_rank_or_dtype_are_refused(name):
     for changed in (lambda index: index.astype("int32"), lambda index: index.reshape([-1, 1])):
@@ -121,33 +89,6 @@ def test_indices_of_another_rank_or_dtype_are_refused(name):
         match=r"indices is int64 of shape \[1[12]\]: it must be int64 of shape \[1[12]\]",
     ):
         build()(visual_args(MIXED) | indices)
-
-
-def test_a_shard_with_more_rows_than_the_batch_has_embeddings_is_refused():
-    args = visual_args(MIXED) | carried(MIXED)
-    placement = MockedSequenceParallel(0, 2)
-    for kind in ("image", "video"):
-        args[f"{kind}_embeds"] = args[f"{kind}_embeds"][:2]
-        args[f"deepstack_{kind}_embeds"] = [x[:2] for x in args[f"deepstack_{kind}_embeds"]]
-    with pytest.raises(ValueError, match="12 token rows but the batch has 4 visual embeddings"):
-        build(placement)(args)
-
-
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_levels_are_cast_as_merged_rows_are(dtype):
-    args = visual_args(MIXED)
-    wanted = build()(args)
-    for name in ("image", "video"):
-        args[f"{name}_embeds"] = args[f"{name}_embeds"].astype(dtype)
-        levels = args[f"deepstack_{name}_embeds"]
-        args[f"deepstack_{name}_embeds"] = [level.astype(dtype) for level in levels]
-    found = build()(args)
-    for tensor in (found["hidden_states"], *found["deepstack_visual_emb"]):
-        assert tensor.dtype == paddle.float32
-    for level, other in zip(
-        found["deepstack_visual_emb"], wanted["deepstack_visual_emb"], strict=True
-    ):
-        np.testing.assert_allclose(level.numpy(), other.numpy(), rtol=1e-2, atol=1e-2)
 
 
 def assert_equal_outputs(found: dict, wanted: dict) -> None:
@@ -200,75 +141,50 @@ def test_levels_in_reading_order_stand_beside_hidden_states_with_visual_rows(siz
         assert_equal_outputs(found, wanted)
 
 
-def test_levels_in_reading_order_fit_embeddings_by_modality():
-    args = visual_args(MIXED)
-    wanted = build()(args)
-    given = {name: value for name, value in args.items() if not name.startswith("deepstack")}
-    for indices in ({}, carried(MIXED)):
-        given["deepstack_visual_embeds"] = wanted["deepstack_visual_emb"]
-        assert_equal_outputs(build()(given | indices), wanted)
-
-
-def test_masks_that_do_not_fit_are_refused():
+def turned(name: str, change):
+    """The inputs with a mask, of which one is changed."""
     args = masked_args(IMAGES, visual_args(IMAGES))
-    mask_BL = args["visual_pos_masks"]
-    for wrong, message in (
-        (mask_BL.astype("int64"), "visual_pos_masks is int64"),
-        (mask_BL.reshape([-1]), r"of shape \[48\]: it must be bool of shape \[3, 16\]"),
-        (mask_BL[:, :8], r"of shape \[3, 8\]: it must be bool of shape \[3, 16\]"),
-        (mask_BL.transpose([1, 0]), r"of shape \[16, 3\]: it must be bool of shape \[3, 16\]"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            build()(args | {"visual_pos_masks": wrong})
+    return args | {name: change(args.get(name))}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("visual_pos_masks", lambda x: x.astype("int64"), "visual_pos_masks is int64"),
+        ("visual_pos_masks", lambda x: x.transpose([1, 0]), r"\[16, 3\]: it must be bool of shape"),
+        ("visual_pos_masks", lambda _: None, "places of 12 visual embeddings are unknown"),
+        ("image_embeds", lambda _: None, "has 2 levels but there is no image_embeds"),
+        ("decoder_input", lambda x: x[:, :15], r"shape \[3, 15, 16\]: .* are of 3 x 16 tok"),
+        ("decoder_input", lambda x: x.transpose([1, 0, 2]), r"\[16, 3, 16\]: .* or \[48, 16\]; "),
+        ("decoder_input", lambda x: x[:, :, :8], r"decoder_input is .* of shape \[3, 16, 8\]"),
+        ("decoder_input", lambda x: x.astype("int64"), "decoder_input is int64 .* must be float "),
+        ("decoder_input", lambda _: None, "neither input_ids nor decoder_input"),
+        ("input_ids", lambda _: paddle.to_tensor(IMAGES.T), r"input_ids is .* shape \[16, 3\]: "),
+    ],
+)
+def test_masks_and_hidden_states_that_do_not_fit_are_refused(name, change, message):
+    args = {key: value for key, value in turned(name, change).items() if value is not None}
+    with pytest.raises(ValueError, match=message):
+        build()(args)
+
+
+def test_a_mask_does_not_tell_images_from_videos():
     with pytest.raises(ValueError, match="does not tell 6 image from 6 video embeddings"):
         build()(masked_args(MIXED, visual_args(MIXED)))
 
 
-def test_embeddings_without_places_are_refused():
-    args = masked_args(IMAGES, visual_args(IMAGES))
-    del args["visual_pos_masks"]
-    with pytest.raises(ValueError, match="places of 12 visual embeddings are unknown"):
-        build()(args)
-
-
-def test_hidden_states_of_another_batch_are_refused():
-    args = masked_args(IMAGES, visual_args(IMAGES))
-    with pytest.raises(ValueError, match=r"shape \[3, 15, 16\]: .* position_ids are of 3 x 16 tok"):
-        build()(args | {"decoder_input": args["decoder_input"][:, :15]})
-    with pytest.raises(
-        ValueError, match=r"\[16, 3, 16\]: .* shape \[3, 16, 16\] or \[48, 16\]; .* first"
-    ):
-        build()(args | {"decoder_input": args["decoder_input"].transpose([1, 0, 2])})
-    with pytest.raises(ValueError, match=r"decoder_input is .* of shape \[3, 16, 8\]"):
-        build()(args | {"decoder_input": args["decoder_input"][:, :, :8]})
-    with pytest.raises(ValueError, match=r"decoder_input is int64 .* must be float "):
-        build()(args | {"decoder_input": args["decoder_input"].astype("int64")})
-    with pytest.raises(ValueError, match=r"input_ids is .* shape \[16, 3\]: .* shape \[3, 16\];"):
-        build()(args | {"input_ids": paddle.to_tensor(IMAGES.T)})
-    del args["decoder_input"]
-    with pytest.raises(ValueError, match="neither input_ids nor decoder_input"):
-        build()(args)
-
-
 @pytest.mark.parametrize(
-    ("hidden", "level", "update", "message"),
+    ("hidden", "level", "update", "dtypes", "message"),
     [
-        ([8, 4], [3, 4], [2], r"level is .* \[3, 4\]: it must be float32 of shape \[2, 4\]"),
-        ([8, 4], [3, 5], [3], r"level is .* \[3, 5\]: it must be float32 of shape \[3, 4\]"),
-        ([2, 4, 4], [3, 4], [3], r"a layer's input is .* \[2, 4, 4\]"),
-        ([8, 4], [3], [3], r"level is .* \[3\]"),
-        ([8, 4], [3, 4], [3, 1], r"visual_update_indices is .* of shape \[3, 1\]"),
+        ([8, 4], [3, 4], [2], (), r"level is .* \[3, 4\]: it must be float32 of shape \[2, 4\]"),
+        ([2, 4, 4], [3, 4], [3], (), r"a layer's input is .* \[2, 4, 4\]"),
+        ([8, 4], [3, 4], [3, 1], (), r"visual_update_indices is .* of shape \[3, 1\]"),
+        ([8, 4], [3, 4], [3], ("float64", "int64"), "level is float64 .* must be float32"),
+        ([8, 4], [3, 4], [3], ("float32", "int32"), "visual_update_indices is int32"),
     ],
 )
-def test_a_deepstack_layer_checks_its_three_shapes(hidden, level, update, message):
-    layer = DeepstackLayer()
+def test_a_deepstack_layer_checks_its_inputs(hidden, level, update, dtypes, message):
+    of_level, of_update = dtypes or ("float32", "int64")
+    tensors = paddle.zeros(hidden), paddle.zeros(level, of_level), paddle.zeros(update, of_update)
     with pytest.raises(ValueError, match=message):
-        layer(paddle.zeros(hidden), paddle.zeros(level), paddle.zeros(update, "int64"))
-
-
-def test_a_deepstack_layer_refuses_other_dtypes():
-    x_TD, update_M = paddle.zeros([8, 4]), paddle.zeros([3], "int64")
-    with pytest.raises(ValueError, match="level is float64 .* must be float32"):
-        DeepstackLayer()(x_TD, paddle.zeros([3, 4], "float64"), update_M)
-    with pytest.raises(ValueError, match="visual_update_indices is int32"):
-        DeepstackLayer()(x_TD, paddle.zeros([3, 4]), update_M.astype("int32"))
+        DeepstackLayer()(*tensors)

@@ -351,7 +351,7 @@ def test_settings_of_the_encoder_need_the_schedule_and_a_family_that_has_it(tmp_
     colocated, file = "parallel.schedule=colocated", write_tiny_run(tmp_path)
     captioner = write_captioner_run(tmp_path / "captioner")
     for run_file, settings, message in (
-        (file, ["parallel.encoder.mp_degree=2"], "encoder is .*mp_degree.* schedule is plain"),
+        (file, ["parallel.encoder.mp_degree=2"], "encoder is .*mp_degree.*schedule is plain"),
         (file, [colocated, "parallel.vision=replicate"], r"vision is replicate but parallel.sched"),
         (captioner, [colocated], r"colocated, which captioner does not support yet: set parallel"),
     ):
