@@ -14,10 +14,15 @@ import argparse
 import asyncio
 import base64
 import io
+import os
+import re
 import statistics
+import subprocess
 import sys
+import threading
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +32,6 @@ from PIL import Image
 import export
 import harness
 from harness import Result, Table
-from served import started
 
 OURS, HF = "paddle-vl", "transformers"
 # Tokens of a prompt with its answer, at most; requests of a load, at least.
@@ -70,6 +74,45 @@ def start(options: argparse.Namespace, side: str, model: str) -> AbstractContext
     command = [options.against, "-m", "transformers.cli.transformers", "serve", model]
     command += ["--port", "0", "--device", "cpu", "--dtype", "float32"]
     return started(command, address, rf"running on {address}", PYTHONUNBUFFERED="1", **threads)
+
+
+@contextmanager
+def started(
+    command: Sequence[str], address: str, ready: str, **environment: str
+) -> Iterator[tuple[str, int]]:
+    """The address of a server that is ready, and its process number.
+
+    Args:
+        address: pattern of it in what the server says.
+        ready: pattern of the line that says that it is.
+
+    Raises:
+        RuntimeError: it ended before; has the end of its output.
+    """
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(harness.ROOT), **environment},
+    )
+    assert process.stdout is not None
+    found, said = "", []
+    try:
+        for line in process.stdout:
+            said.append(line)
+            match = re.search(address, line)
+            found = match.group() if match else found
+            if re.search(ready, line):
+                break
+        else:
+            raise RuntimeError("".join(said[-20:]))
+        # A full pipe would stop it.
+        threading.Thread(target=process.stdout.read, daemon=True).start()
+        yield found, process.pid
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def picture(number: int, side: int) -> str:

@@ -2,23 +2,18 @@
 
     PYTHON tools/benchmarks/references.py hf CONFIG STEPS THREADS [--tokens N]
     PYTHON tools/benchmarks/references.py opentau CONFIG PROCESSOR STEPS THREADS
-    PYTHON tools/benchmarks/references.py trl MODEL PAIRS WARM_UP STEPS
 
-`step.py` and `preference.py` run it with `--against PYTHON`, an interpreter that has torch, PyYAML
-and transformers (sdpa), opentau, or trl and datasets; nothing of paddle_vl is imported. With
-`--tokens` HF answers prompts. OpenTau casts to bfloat16 by a function of each of its modules, which
-float32 takes the place of here; its tokenizer of the Hub is replaced by the made-up data's own, so
-that the texts have the same lengths. TRL's DPOTrainer, its collator and HF's processor are used as
-they are: float32, no recomputation, no gradient norm, and a second model as the reference.
+`step.py` runs it with `--against PYTHON`, an interpreter that has torch, PyYAML and transformers
+(sdpa), or opentau; nothing of paddle_vl is imported. With `--tokens` HF answers prompts. OpenTau
+casts to bfloat16 by a function of each of its modules, which float32 takes the place of here; its
+tokenizer of the Hub is replaced by the made-up data's own, so that the texts have the same lengths.
 """
 
 import argparse
 import json
 import resource
 import statistics
-import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,11 +25,6 @@ IDS = {"image_token_id": 2040, "vision_start_token_id": 2041, "vision_end_token_
        "video_token_id": 2043}  # fmt: skip
 # Beginnings of HF's classes by the `model_type` of a configuration file.
 CLASSES = {"qwen3_vl": "Qwen3VL", "qwen3_5": "Qwen3_5"}
-# Qwen's template around the question, written out so that answers end with their end token.
-PROMPT = (
-    "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>{}<|im_end|>\n"
-    "<|im_start|>assistant\n"
-)
 
 
 def samples(config: Any, settings: dict[str, Any], size: int) -> dict[str, np.ndarray]:
@@ -256,75 +246,10 @@ def of_opentau(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def rows(file: Path) -> list[dict[str, Any]]:
-    """The pairs as TRL's rows of texts, with paths of images."""
-    found = []
-    for row in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
-        question, chosen = (message["content"] for message in row["messages"])
-        found.append(
-            {
-                "prompt": PROMPT.format(question.replace("<image>", "")),
-                "chosen": f"{chosen}<|im_end|>",
-                "rejected": f"{row['rejected_response']}<|im_end|>",
-                "images": [str(file.parent / name) for name in row["images"]],
-            }
-        )
-    return found
-
-
-def of_trl(options: argparse.Namespace) -> dict[str, Any]:
-    """The step of TRL's DPOTrainer."""
-    import datasets  # pyright: ignore[reportMissingImports]
-    import torch  # pyright: ignore[reportMissingImports]
-    import transformers  # pyright: ignore[reportMissingImports]
-    import trl  # pyright: ignore[reportMissingImports]
-
-    times: list[float] = []
-    counts = Counter()
-
-    class Clock(transformers.TrainerCallback):
-        """Times between the ends of steps, so that each has its batch."""
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-            times.append(time.process_time())
-            if state.global_step == options.warm_up:
-                counts.clear()
-
-    pairs = datasets.Dataset.from_list(rows(options.pairs))
-    pairs = pairs.cast_column("images", datasets.List(datasets.Image()))
-    with tempfile.TemporaryDirectory() as folder:
-        settings = trl.DPOConfig(
-            folder, max_steps=options.warm_up + options.steps, use_cpu=True, bf16=False,
-            per_device_train_batch_size=len(pairs), gradient_accumulation_steps=1,
-            gradient_checkpointing=False, max_grad_norm=0.0, learning_rate=1e-6,
-            weight_decay=0.01, lr_scheduler_type="constant", logging_steps=1, save_strategy="no",
-            report_to="none", disable_tqdm=True, model_init_kwargs={"attn_implementation": "sdpa"},
-        )  # fmt: skip
-        trainer = trl.DPOTrainer(
-            str(options.model), args=settings, train_dataset=pairs, callbacks=[Clock()]
-        )
-        models = [trainer.model, trainer.ref_model]
-        for model in models:
-            model.register_forward_pre_hook(lambda layer, inputs: counts.update(passes=1))
-            model.model.visual.patch_embed.register_forward_pre_hook(
-                lambda layer, inputs: counts.update(patches=inputs[0].shape[0])
-            )
-        trainer.train()
-    return {
-        "cpu": (times[-1] - times[options.warm_up - 1]) / options.steps,
-        **{name: number / options.steps for name, number in counts.items()},
-        "kept_mb": sum(4 * p.numel() for model in models for p in model.parameters()) / 1e6,
-        "losses": [each["loss"] for each in trainer.state.log_history if "loss" in each],
-        "tokens": int(trainer.state.log_history[0]["num_tokens"]),
-        "versions": {each.__name__: each.__version__ for each in (torch, transformers, trl)},
-    }
-
-
 # Functions of the references, and their arguments.
 REFERENCES = {
     "hf": (of_hf, {"config": str, "steps": int, "threads": int}),
     "opentau": (of_opentau, {"config": str, "processor": str, "steps": int, "threads": int}),
-    "trl": (of_trl, {"model": Path, "pairs": Path, "warm_up": int, "steps": int}),
 }
 
 
