@@ -11,15 +11,17 @@ anything differs.
 
 import argparse
 import asyncio
+import re
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from benchmarks.served import served
 
 # The first imports the second, which it does not declare.
 PACKAGES = {
@@ -28,6 +30,30 @@ PACKAGES = {
 }
 NUM_OBSERVATIONS = 4
 TOLERANCE = 1e-5
+
+
+@contextmanager
+def served(model: str, *options: str) -> Iterator[str]:
+    """The address of a server that is ready.
+
+    Raises:
+        RuntimeError: it ended before; has its output.
+    """
+    command = [sys.executable, "-m", "paddle_vl", "serve-policy", model, "--port", "0", *options]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        said = ""
+        try:
+            while not re.search("^ready", said, re.M):
+                if not (line := process.stdout.readline()):
+                    raise RuntimeError(said)
+                said += line
+            # A full pipe would stop it.
+            threading.Thread(target=process.stdout.read, daemon=True).start()
+            yield re.findall(r"ws://\S+:\d+", said)[0]
+        finally:
+            process.terminate()
 
 
 def with_openpi(address: str, seen: dict[str, np.ndarray]) -> tuple[list[np.ndarray], str]:
@@ -96,7 +122,7 @@ def check(protocol: str, model: str, environments: Path, actor: Any) -> str:
     """What a client found; says "differs" if that is not right."""
     given = observations(actor)
     options = ("--protocol", protocol, "--value", "dataset_index=0")
-    with tempfile.TemporaryDirectory() as work, served(model, *options) as (at, _):
+    with tempfile.TemporaryDirectory() as work, served(model, *options) as at:
         files = [str(Path(work) / name) for name in ("observations.npz", "actions.npz")]
         np.savez(files[0], **given)  # pyright: ignore[reportArgumentType]
         command = [client_python(protocol, environments), __file__, at, "--client", protocol]

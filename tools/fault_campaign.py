@@ -10,8 +10,6 @@ command is started again with train.resume_from_checkpoint=auto. Prints a line p
 the run recovered, to the bit (final weights, optimizer state, losses), without a lost checkpoint, a
 traceback, or a process that runs on 10 s after the command; if not, what went wrong, the end of the
 output, and the command that repeats it. Exits 1 unless all recovered.
-
-Over 350 lines: the kinds of faults are read with what carries them out.
 """
 
 import argparse

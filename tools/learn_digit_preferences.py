@@ -6,7 +6,6 @@ For an even digit "The handwritten digit 4." is preferred to "4", for an odd one
 quickstart's model, which the run starts from, never gives the long form to these questions. 640
 such pairs of training images, and 640 that keep what the other questions are answered (the right
 answer is preferred to a wrong one of its form); two epochs with adapters and an SFT term of 0.5.
-Writes `table.md`.
 
 Both answers name the digit, and "4" is rejected in every pair that has it: a model that sees no
 image can learn all pairs, so that accuracy and margin prove nothing about images. Two figures do.
@@ -15,14 +14,12 @@ The answers' share of the margin stays, the image's share changes its sign, so t
 difference of both margins is the image's. Without images it is 0 %; above 50 % images outweigh the
 answers, and the mean margin with the wrong images is negative. `style`: a question has no digit, so
 that the first token of a greedy answer, which decides its style, comes from the image alone.
-(Answers that name the digit shown, labelled by the digit of another row, are half right whatever a
-model does: no control.)
 
 `digit`: greedy answers with the right digit. `lost`: how many points of exact answers to the other
 questions of the quickstart's test are lost, in the group that loses most.
 
 Exits 1 where a bar is missed: accuracy, style and digit 95 %, margin 1.8, by_image 40 %, lost 5.
---full and --sft 0 are for comparison: without the SFT term the digits are lost.
+--sft 0 is for comparison: without the SFT term the digits are lost.
 """
 
 import argparse
@@ -35,7 +32,6 @@ from typing import Any
 import numpy as np
 import yaml
 
-from benchmarks.harness import Table
 from make_digits_dataset import TEST_IMAGES_PER_DIGIT, make_digits_dataset, read_digits
 
 QUESTIONS = (
@@ -134,7 +130,7 @@ def learn(pairs: Path, start: Path, out: Path, seed: int, options: argparse.Name
     from paddle_vl.config.load import load_run_config
     from paddle_vl.train.build import build_trainer
 
-    lora = None if options.full else {"r": 8, "lora_alpha": 16, "target_modules": ["all-linear"]}
+    lora = {"r": 8, "lora_alpha": 16, "target_modules": ["all-linear"]}
     preference = {"beta": 0.1, **({"rpo_alpha": options.sft} if options.sft else {})}
     settings = {
         "model": {"pretrained": str(start), "lora": lora},
@@ -150,7 +146,7 @@ def learn(pairs: Path, start: Path, out: Path, seed: int, options: argparse.Name
             "max_steps": STEPS,
             "per_device_train_batch_size": PAIRS_OF_STEP,
             "per_device_eval_batch_size": 50,
-            "learning_rate": 1e-4 if options.full else 1e-3,
+            "learning_rate": 1e-3,
             "lr_scheduler_type": "warmup_stable_decay",
             "decay_ratio": 1 - 5 / STEPS,
             "decay_type": "linear",
@@ -220,18 +216,11 @@ def measured(pairs: Path, data: Path, out: Path, of_start: dict[str, float]) -> 
     }
 
 
-def missed(figures: dict[str, float]) -> list[str]:
-    """Names of the figures that miss their bars."""
-    below = [name for name, low in BARS.items() if not figures[name] >= low]
-    return below + ["lost"] * (not figures["lost"] <= MOST_LOST)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("output", type=Path, help="folder for data, runs and results")
     parser.add_argument("--start", type=Path, required=True, help="the quickstart's model folder")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--full", action="store_true", help="train all weights, not adapters")
     parser.add_argument("--sft", type=float, default=0.5, help="weight of the chosen answers' loss")
     options = parser.parse_args(arguments)
 
@@ -243,29 +232,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     data, pairs = options.output / "digits", options.output / "pairs"
     make_digits_dataset(data)
     write_pairs(data, pairs)
-    start = options.start
-    kind = ("full" if options.full else "lora") + (f"_sft{options.sft}" if options.sft else "")
     of_start = exact_by_group(
-        greedy_answers(start, data / "test.jsonl", options.output / "start_answers.jsonl")
+        greedy_answers(options.start, data / "test.jsonl", options.output / "start_answers.jsonl")
     )
-    runs: dict[str, dict[str, float]] = {}
     is_missed = False
     for seed in options.seeds:
-        out = options.output / f"{kind}_seed{seed}"
+        out = options.output / f"sft{options.sft}_seed{seed}"
         if not (out / "final").is_dir():
-            learn(pairs, start, out, seed, options)
-        figures = runs[out.name] = measured(pairs, data, out, of_start)
-        below = missed(figures)
+            learn(pairs, options.start, out, seed, options)
+        figures = measured(pairs, data, out, of_start)
+        below = [name for name, low in BARS.items() if not figures[name] >= low]
+        below += ["lost"] * (not figures["lost"] <= MOST_LOST)
         is_missed |= bool(below)
         shown = "  ".join(f"{name} {value:.2f}" for name, value in figures.items())
         print(f"{out.name}: {shown}{'  MISSED ' + ', '.join(below) if below else ''}", flush=True)
-    names = list(next(iter(runs.values())))
-    rows = [
-        [run, *(f"{figures[name]:.2f}" if name in figures else "" for name in names)]
-        for run, figures in {**runs, "start": of_start}.items()
-    ]
-    table = Table("preferences", ["", *names], rows).markdown()
-    (options.output / "table.md").write_text(f"{table}\n", encoding="utf-8")
     return int(is_missed)
 
 

@@ -24,6 +24,7 @@ import numpy as np
 import yaml
 
 import harness
+import references
 from harness import ROOT, Result, Round, Table
 
 CONFIGS = {name: ROOT / f"configs/bench/{name}_step.yaml" for name in ("qwen3_vl", "pi07")}
@@ -34,45 +35,28 @@ OBSERVATIONS = ("all optional fields", "no optional field")
 ACTION_TOLERANCE = 1e-4
 
 
-def qwen3_vl(work: Path) -> tuple[Any, Any]:
-    """The model with weights of a fixed seed, and its processor."""
-    import paddle
-
+def qwen3_vl(work: Path) -> tuple[Any, Any, Any]:
+    """The configuration, the model's settings and its processor."""
     from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
-    from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
     from paddle_vl.families.vlm.folders.processor_fit import model_config
     from paddle_vl.families.vlm.inputs.processor import Qwen3VLProcessor
 
     settings = yaml.safe_load(CONFIGS["qwen3_vl"].read_text(encoding="utf-8"))
     processor = Qwen3VLProcessor.from_pretrained(work / "data" / "processor")
-    paddle.seed(0)
     config = model_config(Qwen3VLConfig, settings["model"]["config"], processor)
+    return config, settings, processor
+
+
+def qwen3_vl_model(config: Any) -> Any:
+    """A model with weights of a fixed seed."""
+    import paddle
+
+    from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
+
+    paddle.seed(0)
     model = Qwen3VLForConditionalGeneration.from_config(config)
     model.eval()
-    return model, processor
-
-
-def prompts(work: Path, size: int) -> dict[str, np.ndarray]:
-    """Prompts of one image each, with random text."""
-    from paddle_vl.families.vlm.inputs.processor import Qwen3VLProcessor
-
-    processor = Qwen3VLProcessor.from_pretrained(work / "data" / "processor")
-    settings = yaml.safe_load(CONFIGS["qwen3_vl"].read_text(encoding="utf-8"))
-    vision, data = settings["model"]["config"]["vision_config"], settings["data"]
-    side = int(data["max_pixels"] ** 0.5) // vision["patch_size"]
-    pads = (side // vision["spatial_merge_size"]) ** 2
-    patch = vision["in_channels"] * vision["temporal_patch_size"] * vision["patch_size"] ** 2
-    rng = np.random.default_rng(0)
-    ids_BL = rng.integers(0, 200, (size, data["max_length"]))
-    ids_BL[:, 10] = processor.vision_start_token_id
-    ids_BL[:, 11 : 11 + pads] = processor.image_token_id
-    ids_BL[:, 11 + pads] = processor.vision_end_token_id
-    return {
-        "input_ids": ids_BL,
-        "attention_mask": np.ones_like(ids_BL),
-        "pixel_values": rng.normal(size=(size * side**2, patch)).astype(np.float32),
-        "image_grid_thw": np.array([[1, side, side]] * size),
-    }
+    return model
 
 
 def pi07(work: Path) -> Any:
@@ -127,8 +111,8 @@ def write_export(family: str, work: str, num_threads: int, with_onnx: bool) -> d
     if family == "pi07":
         to_export = policy_to_export(pi07(Path(work)))
     else:
-        model, processor = qwen3_vl(Path(work))
-        to_export = model_to_export(model, processor.save_pretrained)
+        config, _, processor = qwen3_vl(Path(work))
+        to_export = model_to_export(qwen3_vl_model(config), processor.save_pretrained)
     export_model(to_export, Path("bench"), Path(work) / "export", onnx=with_onnx)
     return {}
 
@@ -140,7 +124,7 @@ def measure(family: str, side: str, work: str, num_threads: int, repeats: int, t
 
     configure_cpu_runtime(num_threads)
     if side == DYNAMIC:
-        model = pi07(Path(work)) if family == "pi07" else qwen3_vl(Path(work))[0]
+        model = pi07(Path(work)) if family == "pi07" else qwen3_vl_model(qwen3_vl(Path(work))[0])
     else:
         model = load(Path(work) / "export", RUNTIMES[side])
     if family == "pi07":
@@ -148,7 +132,8 @@ def measure(family: str, side: str, work: str, num_threads: int, repeats: int, t
         cases: dict[Any, Any] = {case: observation(case) for case in OBSERVATIONS}
         answer = lambda given: [model.sample_actions(given, noise)]  # noqa: E731
     else:
-        cases = {size: prompts(Path(work), size) for size in BATCHES}
+        config, settings, _ = qwen3_vl(Path(work))
+        cases = {size: references.samples(config, settings, size) for size in BATCHES}
         answer = lambda given: model.stream(**given, max_new_tokens=tokens)  # noqa: E731
     seconds, outputs = {}, {}
     for case, given in cases.items():
@@ -175,7 +160,7 @@ def compare(options: argparse.Namespace, work: Path) -> Result:
     given: dict[str, Any] = {
         "family": family, "work": work, "threads": options.threads, "num_threads": options.threads,
     }  # fmt: skip
-    harness.make_data(family, work / "data", *harness.BENCH_DATA[family])
+    harness.make_data(family, work / "data")
     harness.launch(write_export, work / "run", with_onnx=not options.no_onnx, **given)
 
     def answers(side: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib import import_module
@@ -31,18 +31,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 _HERE = str(Path(__file__).resolve())
-# Script that writes the data of a family, its options, and the file to train on.
+# Script that writes the data of a family, the file to train on, and options that make the data fit
+# `configs/bench/FAMILY_step.yaml`.
 DATA = {
-    "qwen3_vl": ("make_digits_dataset.py", "train.jsonl"),
-    "qwen3_5": ("make_digits_dataset.py", "train.jsonl"),
-    "pi07": ("make_demonstrations.py", "arm-joint.jsonl"),
-}
-# Options that make the data fit `configs/bench/FAMILY_step.yaml`.
-BENCH_DATA = {
-    "qwen3_vl": (),
-    "qwen3_5": (),
-    "pi07": ("--state-dim", "32", "--action-dim", "32", "--chunk-size", "50",
-             "--action-vocab-size", "1024"),
+    "qwen3_vl": ("make_digits_dataset.py", "train.jsonl", ""),
+    "qwen3_5": ("make_digits_dataset.py", "train.jsonl", ""),
+    "pi07": ("make_demonstrations.py", "arm-joint.jsonl",
+             "--state-dim 32 --action-dim 32 --chunk-size 50 --action-vocab-size 1024"),
 }  # fmt: skip
 # Settings of a run that only takes steps.
 STEPS_ONLY = {
@@ -189,20 +184,6 @@ def write_section(file: Path, name: str, text: str) -> None:
     file.write_text(pattern.sub(lambda _: f"{begin}\n{text}\n{end}", page), encoding="utf-8")
 
 
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """First quartile, median and third quartile."""
-    if len(values) < 2:
-        return values[0], values[0], values[0]
-    first, middle, third = statistics.quantiles(values, n=4, method="inclusive")
-    return first, middle, third
-
-
-def spread(values: Iterable[float], digits: int = 1) -> str:
-    """`median (first to third quartile)`."""
-    low, middle, high = (f"{value:.{digits}f}" for value in quartiles(list(values)))
-    return f"{middle} ({low} to {high})"
-
-
 def median(rounds: Sequence[Round], side: str, *keys: str) -> float:
     """Median over rounds of a side's number, at a path of keys."""
     return statistics.median(_number(one[side], keys) for one in rounds)
@@ -210,7 +191,11 @@ def median(rounds: Sequence[Round], side: str, *keys: str) -> float:
 
 def ratio(rounds: Sequence[Round], side: str, base: str, *keys: str) -> str:
     """`median (first to third quartile)` over rounds of a side's number relative to another's."""
-    return spread((_number(one[side], keys) / _number(one[base], keys) for one in rounds), 2)
+    found = [_number(one[side], keys) / _number(one[base], keys) for one in rounds]
+    # Of one round the number itself.
+    parts = statistics.quantiles(found * 2 if len(found) < 2 else found, n=4, method="inclusive")
+    low, middle, high = (f"{value:.2f}" for value in parts)
+    return f"{middle} ({low} to {high})"
 
 
 def _number(found: Any, keys: Sequence[str]) -> float:
@@ -228,10 +213,10 @@ def in_rounds(sides: Sequence[str], rounds: int, run: Callable[[str], Any]) -> l
     return found
 
 
-def make_data(family: str, folder: Path, *options: str) -> Path:
+def make_data(family: str, folder: Path) -> Path:
     """Write the data of a family into a folder; returns the file to train on."""
-    tool, file = DATA[family]
-    command = [sys.executable, str(ROOT / "tools" / tool), str(folder), *options]
+    tool, file, options = DATA[family]
+    command = [sys.executable, str(ROOT / "tools" / tool), str(folder), *options.split()]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
     return folder / file

@@ -160,7 +160,7 @@ def compare(options: argparse.Namespace, work: Path) -> Result:
     """Results of all rounds, by side."""
     family = options.family
     name, command = REFERENCES[family]
-    data = harness.make_data(family, work / "data", *harness.BENCH_DATA[family]).parent
+    data = harness.make_data(family, work / "data").parent
 
     def ours(settings: list[str], compiles: bool = True) -> dict[str, Any]:
         given = {"family": family, "settings": settings, "compiles": compiles}
