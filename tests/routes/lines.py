@@ -152,27 +152,33 @@ HEAVY_LINES = [
     ),
     Line("all", "this machine", "doctor --quick"),
 ]
-_ONE = "the answer of generate"
-CHATS = [
-    Answers(command, family, _ONE, run) for family, run in _EACH for command in ("chat", "serve")
-]
-ADAPTED = [
-    Answers("merge", VL, "the answer of adapters", "lora"),
-    Answers("merge", POLICY, "final/ of the run", "arm openpi"),
-    Answers("serve --lora-modules", VL, "the answer of adapters", "adapters"),
-]
-EXPORTED = [
-    Answers("export", VL, _ONE, "packed"),
-    Answers("serve of an export", VL, _ONE, "packed"),
-]
-HEAVY_EXPORTED = [Answers("export", MOE, _ONE, "moe")]
-_ACTIONS = "actions of the policy"
-SERVED = [
-    Answers("serve-policy", POLICY, _ACTIONS, "arm"),
-    Answers("serve-policy --protocol vla-eval", POLICY, _ACTIONS, "arm"),
-]
-ASKED = [Answers("evaluate --endpoint", VL, "answers of the model", "packed")]
-HEAVY_SERVED = [Answers("serve-policy of an export", POLICY, _ACTIONS, "arm")]
-PRECOMPUTED = [Answers("precompute-reference", VL, "weights of a run that computes it", "dpo")]
-ANSWERS = [*CHATS, *ASKED, *ADAPTED, *EXPORTED, *SERVED, *PRECOMPUTED]
-HEAVY_ANSWERS = [*HEAVY_EXPORTED, *HEAVY_SERVED]
+_ONE, _ACTIONS = "the answer of generate", "actions of the policy"
+# By the test that compares them.
+ANSWERS = {
+    "chats": [
+        Answers(command, family, _ONE, run)
+        for family, run in _EACH
+        for command in ("chat", "serve")
+    ],
+    "asked": [Answers("evaluate --endpoint", VL, "answers of the model", "packed")],
+    "adapted": [
+        Answers("merge", VL, "the answer of adapters", "lora"),
+        Answers("merge", POLICY, "final/ of the run", "arm openpi"),
+        Answers("serve --lora-modules", VL, "the answer of adapters", "adapters"),
+    ],
+    "exported": [
+        Answers("export", VL, _ONE, "packed"),
+        Answers("serve of an export", VL, _ONE, "packed"),
+    ],
+    "served": [
+        Answers("serve-policy", POLICY, _ACTIONS, "arm"),
+        Answers("serve-policy --protocol vla-eval", POLICY, _ACTIONS, "arm"),
+    ],
+    "precomputed": [
+        Answers("precompute-reference", VL, "weights of a run that computes it", "dpo")
+    ],
+}
+HEAVY_ANSWERS = {
+    "exported": [Answers("export", MOE, _ONE, "moe")],
+    "served": [Answers("serve-policy of an export", POLICY, _ACTIONS, "arm")],
+}

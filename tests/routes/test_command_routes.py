@@ -24,17 +24,11 @@ from paddle_vl.families.policy.demonstrations.sample import Stream, sample_rng
 from paddle_vl.serving.msgpack_numpy import OPENPI, VLA_EVAL
 from tests.routes.data import DATA
 from tests.routes.lines import (
-    ADAPTED,
-    ASKED,
-    CHATS,
+    ANSWERS,
     DRAWN,
-    EXPORTED,
-    HEAVY_EXPORTED,
+    HEAVY_ANSWERS,
     HEAVY_LINES,
-    HEAVY_SERVED,
     LINES,
-    PRECOMPUTED,
-    SERVED,
     Answers,
     Line,
 )
@@ -46,14 +40,14 @@ IMAGE, QUESTION = f"{DATA}/images/0000.png", "Which digit is this?"
 SETTINGS = {"temperature": 2.0, "seed": 2}
 
 
-def named(row: Line | Answers) -> str:
-    return ", ".join(row.promised)
-
-
 def with_rows(rows: Sequence[Line | Answers], heavy: Sequence[Line | Answers] = ()):
     """A test of these rows."""
     marked = [pytest.param(row, marks=pytest.mark.heavy) for row in heavy]
-    return pytest.mark.parametrize("row", [*rows, *marked], ids=named)
+    return pytest.mark.parametrize("row", [*rows, *marked], ids=lambda row: ", ".join(row.promised))
+
+
+def with_answers(name: str):
+    return with_rows(ANSWERS[name], HEAVY_ANSWERS.get(name, ()))
 
 
 @with_rows(LINES, HEAVY_LINES)
@@ -108,14 +102,14 @@ def served(routes: Routes, model: str, *names: str) -> str:
     return answer.choices[0].message.content
 
 
-@with_rows(CHATS)
+@with_answers("chats")
 def test_chat_and_a_server_give_the_answers_of_generate(routes: Routes, row: Answers):
     model = str(routes.one_device(row.run))
     found = {"chat": said, "serve": served}[row.command](routes, model)
     assert found == generated(routes, model)
 
 
-@with_rows(ASKED)
+@with_answers("asked")
 def test_a_server_is_asked_a_benchmark_with_the_answers_of_its_model(routes: Routes, row: Answers):
     def answers(*named: str) -> str:
         file = f"{routes.new_path()}.jsonl"
@@ -130,7 +124,7 @@ def test_a_server_is_asked_a_benchmark_with_the_answers_of_its_model(routes: Rou
     assert found.count("\n") == 8
 
 
-@with_rows(ADAPTED)
+@with_answers("adapted")
 def test_merged_and_served_adapters_are_those_of_the_run(routes: Routes, row: Answers):
     adapters = str(routes.one_device(row.run))
     if row.command.startswith("serve"):
@@ -150,7 +144,7 @@ def test_merged_and_served_adapters_are_those_of_the_run(routes: Routes, row: An
     assert_close(found, wanted)
 
 
-@with_rows(EXPORTED, HEAVY_EXPORTED)
+@with_answers("exported")
 def test_an_export_gives_the_answers_of_its_model(routes: Routes, row: Answers):
     model = str(routes.one_device(row.run))
     folder = f"{model}-exported"
@@ -164,7 +158,7 @@ def test_an_export_gives_the_answers_of_its_model(routes: Routes, row: Answers):
     assert found == generated(routes, model)
 
 
-@with_rows(SERVED, HEAVY_SERVED)
+@with_answers("served")
 def test_a_served_policy_acts_as_it_does(routes: Routes, row: Answers):
     model = folder = str(routes.one_device(row.run))
     # Of the two steps that it sees.
@@ -199,7 +193,7 @@ def test_a_served_policy_acts_as_it_does(routes: Routes, row: Answers):
     assert_close({"actions": found[None]}, {"actions": policy.sample_actions(seen, noise)})
 
 
-@with_rows(PRECOMPUTED)
+@with_answers("precomputed")
 def test_a_reference_in_advance_is_that_of_the_run(routes: Routes, row: Answers):
     run, output = routes.one_device(row.run), routes.new_path()
     routes.command("precompute-reference", f"{run}/config.yaml")

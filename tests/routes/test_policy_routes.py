@@ -1,8 +1,4 @@
-"""Training of pi07's policy and planner, as `table` says.
-
-Guarantees: a run of the command line under each topology has the losses and the weights of one
-device, and so has a run that continues it under another; under the same it has the same bits.
-"""
+"""Training of pi07's policy and planner, as in test_conversation_routes.py."""
 
 import pytest
 

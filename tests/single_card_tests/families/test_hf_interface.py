@@ -11,7 +11,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl import GenerationConfig, PI07LowLevelPolicy, Qwen3VLForConditionalGeneration
+from paddle_vl import PI07LowLevelPolicy, Qwen3VLForConditionalGeneration
 from paddle_vl.testing.qwen3_vl import token_rows
 from tests.single_card_tests.families.pi07.test_policy import character_tokenizer, golden_policy
 from tests.support.hub_server import local_hub
@@ -196,13 +196,3 @@ def test_a_streamer_gets_the_prompts_and_then_every_step(model):
     assert streamer.ends == 1
     with pytest.raises(ValueError, match=r"generation has no streamer .*generate\(\) takes it"):
         model.stream(IDS, streamer=streamer)
-
-
-def test_given_settings_without_end_tokens_take_the_models():
-    model = tiny_model()
-    second = int(model.generate(IDS[:1], max_new_tokens=2)[0, 1])
-    model.generation_config = GenerationConfig(eos_token_id=second)
-    given = GenerationConfig(max_new_tokens=9)
-    assert model.generate(IDS[:1], generation_config=given).shape == (1, 2)
-    free = model.generate(IDS[:1], generation_config=given, eos_token_id=[])
-    assert free.shape == (1, 9)

@@ -161,19 +161,6 @@ def test_multi_token_prediction_sees_the_images_of_every_depth(name, depth, sepa
 
 
 @pytest.mark.usefixtures("_stand_in_only")
-@merges
-def test_what_the_parent_writes_into_its_input_reaches_the_caller():
-    config = cases.config(num_nextn_predict_layers=2, use_accuracy_compatible=True)
-    found = []
-    for indexed in (True, False):
-        dict_args = dict(cases.batch("images", has_levels=False, num_more=2).dict_args)
-        cases.build(config, indexed).run_function[0](dict_args)
-        found.append(dict_args["input_ids"].numpy())
-    np.testing.assert_array_equal(*found)
-    assert (found[0][:, -2:] == 0).all()
-
-
-@pytest.mark.usefixtures("_stand_in_only")
 @pytest.mark.parametrize("name", ["images", "images and videos"])
 def test_a_level_that_is_not_contiguous_is_handed_on_contiguous(name, request):
     """NCCL sends the memory of an entry as it lies."""
@@ -189,21 +176,6 @@ def test_a_level_that_is_not_contiguous_is_handed_on_contiguous(name, request):
     for entry in outputs.values():
         entries = entry if isinstance(entry, list) else [entry]
         assert all(one.is_contiguous() for one in entries)
-
-
-@pytest.mark.usefixtures("_stand_in_only")
-def test_embeddings_without_rows_are_those_of_the_published_layers():
-    runs = []
-    for indexed in (True, False):
-        made = cases.batch("text")
-        empty = [paddle.zeros([0, cases.WIDTH]) for _ in range(1 + cases.LEVELS)]
-        for one in empty:
-            one.stop_gradient = False
-        made.leaves.update({f"image {number}": one for number, one in enumerate(empty)})
-        made.dict_args.update(image_embeds=empty[0], deepstack_image_embeds=empty[1:])
-        runs.append(cases.run(cases.build(cases.config(), indexed), made))
-    np.testing.assert_array_equal(runs[0][0], runs[1][0])
-    assert runs[0][1]["image 0"].shape == runs[1][1]["image 0"].shape == (0, cases.WIDTH)
 
 
 def test_images_and_videos_together_crash_in_the_published_gpt_embedding():
@@ -280,18 +252,6 @@ def test_levels_keep_their_places_until_the_last_is_added():
             assert added == [True] * (number + 1) + [False] * (cases.LEVELS - number - 1)
         else:
             assert not set(DEEPSTACK_KEYS) & set(outputs)
-
-
-def test_a_layer_refuses_a_level_that_it_cannot_choose_rows_of():
-    layer = cases.build(cases.config(), indexed=True).run_function[1]
-    level, update = paddle.zeros([3, cases.WIDTH]), paddle.to_tensor([1, 2])
-    embedded = cases.build(cases.config(), True).run_function[0](
-        cases.batch("one sample").dict_args
-    )
-    embedded |= {"deepstack_visual_emb": [level], "visual_update_indices": update}
-    del embedded["visual_gather_indices"]
-    with pytest.raises(ValueError, match="level has 3 rows for 2 places"):
-        layer(embedded)
 
 
 @pytest.mark.usefixtures("_stand_in_only")

@@ -174,17 +174,6 @@ def test_all_linear_is_every_linear_but_the_head():
     assert "lm_head" in model.adapter.targets
 
 
-def test_modules_to_save_are_trained_whole_and_not_adapted():
-    model = adapted("all-linear", modules_to_save=["vision", "layers.1", "norm"])
-    blocks = [f"model.visual.blocks.{i}" for i in range(2)]
-    saved = set(model.adapter.saved)
-    assert saved >= {"model.visual.patch_embed", "model.visual.pos_embed", *blocks, f"{LAYERS}.1"}
-    assert {"model.language_model.norm", "model.visual.merger.norm"} <= saved
-    assert not any(
-        t.startswith(("model.visual.blocks", f"{LAYERS}.1")) for t in model.adapter.targets
-    )
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

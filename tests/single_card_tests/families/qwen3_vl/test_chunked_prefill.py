@@ -119,14 +119,6 @@ def test_appended_pairs_lie_in_order_whatever_the_chunk(chunk, device, has_views
     assert cache.length == 17
 
 
-def test_room_is_made_for_the_whole_prompt_and_for_no_key_that_never_comes(chunk):
-    rng = np.random.default_rng(0)
-    cache = KeyValueCache(prompt=20, most=22)
-    sizes = [cache.append(*random_pair(n, rng))[0].shape[2] for n in (7, 7, 6, 1, 1)]
-    assert sizes == [22] * 5
-    assert KeyValueCache(prompt=20, most=99).append(*random_pair(7, rng))[0].shape[2] == 24
-
-
 @pytest.fixture
 def _views():
     """Views are not copied, as on a GPU; runs on a CPU turn that off in the whole process."""

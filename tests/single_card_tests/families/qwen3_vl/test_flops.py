@@ -6,8 +6,6 @@ padding and rows without a token add none; a long text costs 6 N per token plus 
 attention term, halved because attention is causal.
 """
 
-import fnmatch
-
 import numpy as np
 import pytest
 
@@ -112,22 +110,6 @@ def test_what_is_frozen_has_the_backward_that_its_place_asks_for(name, text, pat
     model, batch = tiny_model(**text), BATCHES[name]
     counter = frozen(model, patterns)
     assert (counter.forward(batch), counter(batch)) == counts_of(model, batch, monkeypatch)
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        "model.visual.p*", "*blocks.1.attn.*", "*blocks.0.[mn]*", "*.merger*", "*merger_list.1.*",
-        "*layers.1.self_attn.*", "*layers.[01].mlp.*", "*layers.1.*layernorm*", "*embed_tokens*",
-        "*language_model.norm*", "lm_head*",
-    ],
-)  # fmt: skip
-def test_a_gradient_begins_at_any_parameter(pattern, monkeypatch):
-    model, batch = tiny_model(**EXPERTS), BATCHES["images, video, text"]
-    for name in fnmatch.filter(model.whole_shapes(), pattern):
-        freeze(model, [name])
-        expected = counts_of(model, batch, monkeypatch)[1]
-        assert VLFlops(model.config, [name])(batch) == expected, name
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["*.q_proj"], ["model.visual.*.linear_fc2"]])

@@ -100,13 +100,6 @@ def test_auxiliary_loss_pools_layers_and_leaves_padding_out():
     assert output.loss.item() == pytest.approx(plain.loss.item() + weight * wanted, rel=1e-6)
 
 
-def test_the_mask_counts_although_nothing_is_padded_on_the_left():
-    model, inputs = tiny_model(**EXPERTS), batch(length=12)
-    wanted = model(**inputs, output_router_logits=True).aux_loss.item()
-    hinted = model(**inputs, has_left_padding=False, output_router_logits=True).aux_loss.item()
-    assert hinted == pytest.approx(wanted, rel=1e-6)
-
-
 def test_the_configuration_asks_for_the_auxiliary_loss_and_a_call_overrides_it():
     model = tiny_model(**EXPERTS, output_router_logits=True)
     assert model(**batch()).aux_loss is not None
@@ -255,12 +248,3 @@ def test_padded_prompts_are_not_routed_in_generation():
     # The prompts, then a token of each in every step.
     assert seen[:16] == [26] * 4 + [4] * 12
     np.testing.assert_array_equal(together, np.concatenate(single))
-
-
-def test_the_balance_of_a_padded_batch_needs_the_values_of_its_mask():
-    """A traced program has none."""
-    model, inputs = tiny_model(**EXPERTS), batch()
-    inputs |= {"attention_mask": object(), "has_left_padding": False}
-    inputs["position_ids"] = np.zeros([3, *inputs["input_ids"].shape], np.int64)
-    with pytest.raises(ValueError, match="needs the values of attention_mask"):
-        model(**inputs, output_router_logits=True)

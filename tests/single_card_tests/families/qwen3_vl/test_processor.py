@@ -31,16 +31,6 @@ PROCESSOR = tiny_processor()
 SMALL, WIDE = random_image(8, 8), random_image(8, 16)
 
 
-def test_sample_has_ids_labels_pixels_and_grid():
-    sample = PROCESSOR.encode_sample(parse_record(question("<image>?", images=[WIDE])))
-    assert {key: value.dtype.name for key, value in sample.items()} == {
-        "input_ids": "int64", "labels": "int64", "pixel_values": "float32",
-        "image_grid_thw": "int64",
-    }  # fmt: skip
-    assert sample["pixel_values"].shape == (8, 3 * 2 * 4 * 4)
-    assert sample["image_grid_thw"].tolist() == [[1, 2, 4]]
-
-
 def test_prompts_are_padded_on_the_left_and_end_with_the_opened_answer():
     batch = PROCESSOR(
         messages=[[user("<image>?")], [user("A long question? A cat on a mat.")]],
@@ -159,27 +149,6 @@ def test_arguments_without_a_meaning_here_are_refused(arguments, message):
         PROCESSOR(CHAT, images=[SMALL], **arguments)
     neutral = {"return_tensors": "np", "padding": True, "truncation": False}
     assert set(PROCESSOR(CHAT[2:], **neutral)) == {"input_ids", "attention_mask"}
-
-
-def test_decoding_takes_hfs_arguments():
-    ids = PROCESSOR(CHAT[2:])["input_ids"]
-    settings = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-    assert PROCESSOR.batch_decode(ids, **settings) == ["user\nb\nassistant\nc d"]
-    with pytest.raises(ValueError, match="no clean_up_tokenization_spaces"):
-        PROCESSOR.decode(ids[0], clean_up_tokenization_spaces=True)
-
-
-def test_saved_processor_encodes_the_same(tmp_path):
-    PROCESSOR.save_pretrained(tmp_path)
-    again = VLProcessor.from_pretrained(tmp_path)
-    conversation = parse_record(question("<image>What?", images=[WIDE]))
-    expected = PROCESSOR.encode_sample(conversation)
-    for key, value in again.encode_sample(conversation).items():
-        np.testing.assert_array_equal(value, expected[key])
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "chat_template.jinja", "preprocessor_config.json", "special_tokens_map.json",
-        "tokenizer.json", "tokenizer_config.json", "video_preprocessor_config.json",
-    ]  # fmt: skip
 
 
 def test_settings_of_videos_replace_the_files_and_are_saved(tmp_path):
@@ -318,20 +287,6 @@ def test_templates_of_an_earlier_processor_are_removed(tmp_path):
     assert read_folder_templates(tmp_path) == (
         named["default"], tmp_path / "chat_template.jinja", named["tool_use"]
     )  # fmt: skip
-
-
-def test_another_template_of_the_checkpoint_renders_its_rows(tmp_path):
-    PROCESSOR.save_pretrained(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(
-        "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"
-        "{% if add_generation_prompt %}[assistant]{% endif %}"
-    )
-    processor = VLProcessor.from_pretrained(tmp_path)
-    assert processor.apply_chat_template([user("Hi")]) == "[user]Hi<|im_end|>"
-    batch = processor([user("Hi"), assistant("Yes")], labels=True)
-    (ids,), (labels,) = batch["input_ids"], batch["labels"]
-    assert processor.decode(ids, False) == "[user]Hi<|im_end|>[assistant]Yes<|im_end|>"
-    assert processor.decode(labels[labels != -100], False) == "Yes<|im_end|>"
 
 
 def test_a_template_equal_to_the_built_in_one_is_known(tmp_path):

@@ -1,14 +1,17 @@
-"""Further entries of a record, apart from messages and media, are used or refused by name.
+"""Records of conversations: places of media; further entries are used or refused by name.
 
-Guarantees: `loss`, `weight`, `label` and `loss_scale` decide which answers are labels, count as
-targets and are generated in evaluation, packed or not; a top-level `system` is the first turn; an
-unsupported entry that would change the training is refused with its name and remedy; all others are
-kept as extra.
+`loss`, `weight`, `label` and `loss_scale` decide which answers are labels and are generated in
+evaluation. The spellings of messages are in tests/single_card_tests/data/formats.
 """
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.data.media_file import load_rgb
+from paddle_vl.data.video_reader import open_video
 from paddle_vl.families.vlm.evaluation.scorer import questions_in
 from paddle_vl.families.vlm.inputs.conversation import parse_record
 from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
@@ -16,6 +19,7 @@ from paddle_vl.families.vlm.inputs.tokenizer import IGNORED_LABEL
 from tests.single_card_tests.families.qwen3_vl.chat_builders import (
     assistant,
     question,
+    random_image,
     tiny_processor,
     user,
     write_jsonl,
@@ -56,14 +60,10 @@ def expected_labels(sample, learned):
 
 MASKS = [
     ({"loss": False}, None, {}, ["hello"]),
-    ({"loss": 0}, {"loss": 1}, {}, ["hello"]),
     ({"weight": 0}, {"weight": 1.0}, {}, ["hello"]),
     ({"label": 1}, {"label": 0}, {}, ["A cat."]),
-    ({"loss_scale": 0.0}, None, {}, ["hello"]),
     ({"loss": None, "weight": True}, {}, {}, ["A cat.", "hello"]),
-    (None, None, {"label": [0, 1]}, ["hello"]),
     (None, {"loss": False}, {"label": [1, 0]}, ["A cat."]),
-    (None, None, {"label": None}, ["A cat.", "hello"]),
 ]
 
 
@@ -94,13 +94,22 @@ def test_system_of_the_record_is_the_first_turn(tmp_path):
 
 
 REFUSED = {
+    "missing_key": [
+        ({"images": []}, "no 'messages'; its keys are .*'images'"),
+        ({"messages": ["hello"]}, "message 1 is a str"),
+        ({"messages": [user("a"), {"content": "b"}]}, "message 2 has no 'role'"),
+        ({"messages": [user(3)]}, "content of type int"),
+        (question("<image>", images=3), "'images' must be a list"),
+        (question(system=["a"]), "'system' is of type list; a string"),
+    ],
+    "remote": [
+        (question("<video>", videos=["https://x.org/a.mp4"]), "video .* is not a file"),
+        (question("<image>", images=["https://x.org/a.png"]), "is not a file"),
+    ],
     "bad_target": [
         (two_answers({"weight": 0.5}), r"message 2 has 'weight' '0\.5'; true or false"),
-        (two_answers({"loss": "false"}), "message 2 has 'loss' 'false'; true or false"),
-        (two_answers(label=[1, 2]), "'label' with '2'"),
         ({"messages": [{**user("a"), "loss": True}, assistant("b")]}, "only an assistant's"),
     ],
-    "missing_key": [(question(system=["a"]), "'system' is of type list; a string")],
     "no_target": [
         (two_answers({"loss": False}, {"weight": 0}), "none of the 2 assistant turn"),
     ],
@@ -112,7 +121,6 @@ REFUSED = {
     ],
     "preference": [
         (question(rejected_response="No."), "'rejected_response' is for preference training"),
-        (question(chosen=[assistant("a")]), "'chosen' is for preference training"),
         (two_answers(label=True), "'label' is 'True'; .* rename the key"),
     ],
     "unsupported": [
@@ -122,13 +130,7 @@ REFUSED = {
         (two_answers({"train": False}), "'train', which is not read: use 'loss'"),
         (question("where?", "the <ref-object> there"), "message 2 has the tag <ref-object>"),
         (question(weight=0.5), "'weight' of a record is not read"),
-        (question(mask=[0, 1]), "'mask' of a record is not read: give 'loss'"),
         (question(query="a"), "'query' beside 'messages' is not read: write its turns"),
-        (question(response="a"), "'response' beside 'messages' is not read"),
-        (
-            question([{"type": "image", "image": "a.png", "max_pixels": 9}]),
-            "an? image part with max_pixels.*data.max_pixels",
-        ),
     ],
 }
 
@@ -156,3 +158,22 @@ def test_an_empty_answer_that_is_not_learned_is_no_fault(tmp_path):
     row = two_answers({"content": "", "loss": False})
     sample = opened(tmp_path, row)[0]
     assert sample["labels"].tolist() == expected_labels(sample, ["hello"])
+
+
+def test_absolute_paths_file_urls_and_images_in_memory_are_taken_as_they_are():
+    image, array = random_image(8, 8), np.zeros((8, 8, 3), np.uint8)
+    record = question("<image><image><image>", images=["/abs/a.png", "file:///abs/b.png", image])
+    assert parse_record(record, Path("/data")).images == ["/abs/a.png", "/abs/b.png", image]
+    part = {"type": "image", "image": array}
+    assert parse_record({"messages": [user([part])]}).images[0] is array
+
+
+def test_a_video_of_frames_has_them_in_order_and_no_rate_of_its_own(tmp_path):
+    for name in ("1.png", "2.png", "3.png"):
+        random_image(8, 8).save(tmp_path / name)
+    record = question("<video>", videos=[["1.png", "2.png", "3.png"]])
+    (source,) = parse_record(record, tmp_path).videos
+    video = open_video(source)
+    assert (video.num_frames, video.fps) == (3, None)
+    (frame,) = video.frames([2])
+    np.testing.assert_array_equal(frame, load_rgb(tmp_path / "3.png"))

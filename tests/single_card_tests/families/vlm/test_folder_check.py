@@ -212,9 +212,7 @@ def template_of_the_tokenizer(folder: Path) -> None:
 
 INDEX, IMAGES = "model.safetensors.index.json", "preprocessor_config.json"
 NORM, MERGER = "model.language_model.norm.weight", "model.visual.merger.norm.weight"
-UP, EMBEDDING = (
-    f"model.language_model.{x}.weight" for x in ("layers.0.mlp.up_proj", "embed_tokens")
-)
+UP = "model.language_model.layers.0.mlp.up_proj.weight"
 LACKS, OTHERS = "tensors that the folder lacks: ", "tensors that the model does not have: "
 VLLM, SGLANG, FASTDEPLOY, HF = ("vllm",), ("sglang",), ("fastdeploy",), ("transformers",)
 READ = (*VLLM, *HF)

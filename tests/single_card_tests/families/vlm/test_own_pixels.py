@@ -66,13 +66,3 @@ def test_an_interval_is_not_copied_and_no_item_is_no_patch_or_a_black_row():
     black: Any = with_own_pixels(batch, VISION, ops_of(2, 3, is_collective=True))
     assert [len(black[name]) for name in ("own_patches", *PLACES)] == [4] * 4
     assert not black["own_patches"].any()
-
-
-def test_what_is_not_cut():
-    batch, text = prepared(batch_of(*ITEMS), VISION), batch_of(1, 2, 3)
-    alone: Any = with_own_pixels(batch, VISION, RegionOps())
-    assert np.array_equal(alone["own_patches"], np.concatenate([batch[n] for n in PIXELS]))
-    assert with_own_pixels(text, VISION, ops_of(0, 2)) is text
-    later: Any = with_own_pixels(batch, VISION, None)
-    assert later.keys().isdisjoint((*PIXELS, *PLACES, "own_patches"))
-    assert "image_grid_thw" in later
