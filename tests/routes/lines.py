@@ -18,7 +18,7 @@ class Line(NamedTuple):
         line: its words; `{NAME}` as in `table.Run.settings`, and `{made}` is a new path.
         printed: a pattern of what it prints.
         made: ends of new paths that are there then.
-        topology: by its name in `table.TOPOLOGIES`.
+        way: its topology, by the name in `table.TOPOLOGIES`.
     """
 
     family: str
@@ -26,41 +26,28 @@ class Line(NamedTuple):
     line: str
     printed: str = ""
     made: tuple[str, ...] = ()
-    topology: str = "1 rank"
+    way: str = "1 rank"
 
     @property
     def promised(self) -> tuple[str, str, str]:
         """Command, family and capability."""
         return self.line.split()[0], self.family, self.what
 
-    @property
-    def way(self) -> str:
-        """How it ran."""
-        return self.topology
-
 
 class Answers(NamedTuple):
-    """Commands whose answers, actions or weights are those of another.
-
-    Attributes:
-        command, family, what: of the row.
-        run: of `table.RUNS`; its model answers.
-    """
+    """Commands whose answers, actions or weights are those of another, with the model of a run of
+    `table.RUNS`."""
 
     command: str
     family: str
     what: str
     run: str
+    way: str = "1 rank"
 
     @property
     def promised(self) -> tuple[str, str, str]:
         """Command, family and capability."""
         return self[:3]
-
-    @property
-    def way(self) -> str:
-        """How it ran."""
-        return "1 rank"
 
 
 _ASK = f"--image runs/digits/data/images/0000.png --prompt 'Which digit is this?' {DRAWN}"
@@ -142,7 +129,7 @@ LINES = [
     Line(
         POLICY, "times of a step",
         f"profile {_ARM} --synthetic --warmup 1 --steps 2 train.output_dir={{made}}", "forward",
-        topology="sharding2 stage 2",
+        way="sharding2 stage 2",
     ),
 ]  # fmt: skip
 HEAVY_LINES = [

@@ -1,10 +1,5 @@
-"""The commands of README and docs other than `train`, on models that were trained as they say.
-
-Guarantees: each of `lines.LINES` ends with 0, prints and writes what it should; `chat`, a server,
-an export, and adapters that are merged or served give the answers of `generate`, a benchmark at a
-server those of the model, a served policy and its export the actions of the policy, and a reference
-in advance the weights of one in the run.
-"""
+"""The commands of README and docs other than `train`, on models that were trained as they say, and
+those whose answers, actions or weights are another's."""
 
 import base64
 import re
@@ -52,7 +47,7 @@ def with_answers(name: str):
 
 @with_rows(LINES, HEAVY_LINES)
 def test_a_command_prints_and_writes_what_it_should(routes: Routes, row: Line):
-    path, topology = routes.new_path(), TOPOLOGIES[row.topology]
+    path, topology = routes.new_path(), TOPOLOGIES[row.way]
     words = shlex.split(routes.filled(row.line.replace("{made}", path)))
     printed = routes.command(*words, *topology, ranks=number_of_ranks(topology))
     assert re.search(row.printed, "\n".join(printed)), printed

@@ -1,9 +1,6 @@
-"""Qwen3-VL's training on ranks, as `table` says.
-
-Guarantees: a run of the command line under each topology has the losses and the weights of one
-device, and so has a run that continues it under another; under the same topology it has the same
-bits.
-"""
+"""Qwen3-VL's training on ranks: a run of the command line under each topology of `table` has the
+losses and weights of one device, and so has one that continues it; under the same topology to the
+bit."""
 
 import pytest
 

@@ -1,9 +1,5 @@
-"""What users of HF transformers expect of a model.
-
-Guarantees: outputs are indexed by name and place; a model and a policy tell their dtype and size;
-lists are inputs; HF's arguments are accepted where they ask for nothing or mean the same, and
-otherwise refused by name with what to do instead.
-"""
+"""What users of HF transformers expect of a model: HF's arguments are accepted where they ask for
+nothing or mean the same, and otherwise refused by name with what to do instead."""
 
 from functools import partial
 

@@ -1,9 +1,4 @@
-"""A family outside the package, the captioner of `tests.support.captioner`.
-
-Guarantees: one call registers it; the trainer trains it until the loss falls, and it is profiled on
-synthetic data; the evaluate command gives the trainer's loss, and the generate command its answers;
-what it does not have is refused; a model type belongs to one family.
-"""
+"""A family outside the package, the captioner of `tests.support.captioner`."""
 
 from pathlib import Path
 

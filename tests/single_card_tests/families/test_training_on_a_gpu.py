@@ -1,10 +1,4 @@
-"""Training steps through the kernels of a GPU, over stubs: parallel, recomputed, with experts.
-
-Guarantees, for an A100's kernels and an H100's: loss and every gradient of two tensor-parallel
-ranks equal the single device's, for images of several sizes and pi07's optional fields; with
-activation recomputation too; every attention of a step is a flash kernel, and one that leaves it is
-noticed.
-"""
+"""Training steps through the kernels of a GPU, over stubs: parallel, recomputed, with experts."""
 
 from functools import partial
 

@@ -1,21 +1,10 @@
 """PaddleFleet's embedding and text layers with visual indices, on one card.
 
-Guarantees, against stand-ins for PaddleFleet of today and of 0.3, which are in
-tests/support/paddlefleet_standin, on Paddle's own `PipelineLayer` and specs:
-
-- hidden states and all gradients equal those of the published layers, which search the mask in
-  every level, and of a loop over tokens; with images and videos together, which crash the published
-  `GPTEmbedding`, too;
-- where the published embedding can do multi-token prediction with images, so can this one, to the
-  bit, and entries that it gives keep their form;
-- under sequence parallelism every rank's rows equal its part of the whole; its index lists are
-  those of `compute_visual_indices` with `layout="batch_slices"`;
-- no value is read on the host, and the mask is searched once per step and modality, not per level;
-- wrong input is refused; nothing is imported or changed before it is asked for.
-
-Where PaddleFleet itself can be imported, which needs a GPU, the tests run on it as well, except
-those that use a mock group or look into a stand-in.
-"""
+Run against stand-ins for PaddleFleet of today and of 0.3, which are in
+tests/support/paddlefleet_standin, on Paddle's own `PipelineLayer` and specs: equal to the published
+layers, which search the mask in every level, and to a loop over tokens. Where PaddleFleet itself
+can be imported, which needs a GPU, the tests run on it as well, except those that use a mock group
+or look into a stand-in."""
 
 import importlib
 import importlib.util

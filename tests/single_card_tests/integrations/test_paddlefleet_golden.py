@@ -1,12 +1,7 @@
 """The golden cases of Qwen3-VL and Qwen3.5 through PaddleFleet's embedding and text layers.
 
-Guarantee: with `install` over the stand-ins for PaddleFleet of today and of 0.3, logits, hidden
-states, losses and all gradients are those of the PyTorch originals, as of the package's own model,
-with deepstack (Qwen3-VL) and without (Qwen3.5).
-
 The stand-ins embed, place images, run the layers in their pipeline and add the levels; attention
-and MLP within a layer, tower, norm and head are the package's.
-"""
+and MLP within a layer, tower, norm and head are the package's."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

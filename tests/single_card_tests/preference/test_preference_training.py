@@ -1,20 +1,5 @@
-"""Preference training on one device.
-
-Guarantees:
-
-- log-probabilities, losses, metrics and gradients equal TRL's, padded and packed, and so do ten
-  steps with the reference in place of the trained values (`tools/check_parity.py preference`);
-- terms are means over all pairs and all chosen tokens of a step;
-- KTO's baseline is of other answers than the row's own;
-- images that answers share are encoded once, and each answer has gradients as with its own copy;
-- no tensor with a row per token and the vocabulary's width is made;
-- the first step's loss is ln 2, with adapters too, for both families; a resumed run is
-  bit-identical, and refused with another reference;
-- precomputed log-probabilities give the same run, and are refused when data, settings or weights
-  changed;
-- prompts are never cut, pairs that the cut makes equal are refused, and so are settings
-  that contradict each other.
-"""
+"""Preference training on one device: TRL's values, padded and packed, its runs, and what is
+refused."""
 
 import json
 import math

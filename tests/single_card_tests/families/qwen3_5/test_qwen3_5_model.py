@@ -1,10 +1,5 @@
-"""The decoder of Qwen3.5 in the ways that a run uses it.
-
-Guarantees: padding on the left changes nothing; the prompt in chunks and a whole one give the same
-tokens; tensor and sequence parallelism on simulated ranks equal one device, with fused and with
-separate projections, and with adapters; adapters on both mixers train, load and merge; operations
-and layer costs are those of the products; an export is refused with its reason.
-"""
+"""The decoder of Qwen3.5: on simulated ranks, with adapters, its operations, and what it
+refuses."""
 
 import paddle
 import pytest

@@ -1,11 +1,5 @@
-"""Runs of a small Qwen3.5 from files: what a run of any vision-language family does.
-
-Guarantees: parts of either mixer are frozen, to the bit; evaluation in the run and by the command
-agree, of adapters on both mixers and of the merged model too; packed pretraining data resume to the
-bit; so does a run in bfloat16, whose rates of decay and gated norms are float32 without a master
-weight; the profile counts its operations; what a step keeps for its backward pass is that of the
-page's formula.
-"""
+"""Runs of a small Qwen3.5 from files: frozen parts of either mixer, bfloat16 with float32 rates of
+decay and gated norms, and the memory of a step by the page's formula."""
 
 import fnmatch
 import json

@@ -1,13 +1,9 @@
-"""Rows with reasoning, through the processor's files and a run.
+"""Rows with reasoning, through the processor's files and a run: what is learned is the answer
+behind the `<think>` that its prompt ends with, as the commands ask, and answers are compared
+without it.
 
-Guarantees: ids are those of HF's text; what is learned is the answer behind the `<think>` that its
-prompt ends with, reasoning included, from `reasoning_content` and from the text; with thinking off
-the empty block is in the prompt, of the commands too; earlier answers lose their reasoning, and
-rows that have some are refused, cut or split as set; a run learns all of it; answers are compared
-without their reasoning.
-
-`qwen3_5_style.jinja` is of our own, and its texts are those that HF gives with the published one.
-"""
+`qwen3_5_style.jinja` is of our own, and its texts are those that HF gives with the published
+one."""
 
 import json
 import shutil

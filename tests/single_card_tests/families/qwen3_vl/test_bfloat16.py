@@ -1,11 +1,8 @@
 """The casts of a bfloat16 model, checked by the dtype of every operator that a GPU would run.
 
-Guarantees, for a dense model and one with experts, with plain operators and with the fused kernels
-of a GPU (forward, and backward of every hand-written gradient): norms, the tower's rotation in
-plain operators, position interpolation, routing and loss run in float32; matrix products, attention
-and tensors between layers stay in bfloat16; no operator mixes dtypes; removing any single cast
-makes these tests fail.
-"""
+Norms, the tower's rotation in plain operators, position interpolation, routing and loss run in
+float32; matrix products, attention and tensors between layers stay in bfloat16; no operator mixes
+dtypes; removing any single cast makes these tests fail."""
 
 from collections import Counter
 from functools import partial

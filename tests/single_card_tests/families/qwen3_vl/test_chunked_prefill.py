@@ -1,14 +1,5 @@
-"""A prefill in chunks of columns, with `prefill_chunk_size`.
-
-Guarantees: tokens and scores of a whole prefill, wherever the borders lie in images, videos and
-padding, with and without experts; the tower runs once, and layers see one chunk at a time.
-
-The key-value cache of one layer.
-
-Guarantees: appended values lie in order in the buffers, also after these grow, and zeros behind
-them; a step writes in place; there is never more room than for the keys that there can be; a token
-on a GPU copies its own keys only.
-"""
+"""A prefill in chunks of columns, with `prefill_chunk_size`, and the key-value cache of one
+layer."""
 
 from functools import partial
 

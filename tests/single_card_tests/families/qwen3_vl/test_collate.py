@@ -1,12 +1,4 @@
-"""Collator: the batch equals a plain loop over samples and tokens.
-
-Guarantees: padding on either side and to a multiple; positions and visual indices of padded rows;
-the present keys; the number of targets after the shift; a length that the ranks cannot share is
-refused with the setting's name; packed rows hold the same values as their samples alone, without a
-target across boundaries.
-
-The oracle is a loop per sample that shares no code with the collator.
-"""
+"""Collator: the batch equals a plain loop over samples and tokens, which shares no code with it."""
 
 import numpy as np
 import pytest

@@ -1,14 +1,6 @@
 """GPTEmbedding: visual embeddings in their rows, indices once per step, rows of each mp rank.
 
-Guarantees: the returned dictionary; equal rows whether the batch carries indices or they are
-computed; every mp rank's rows equal its shard of the full result; no search when indices are given;
-no host read; a traced program works; errors. The oracle of the parallel cases is the unsharded path
-on the same batch.
-
-Deepstack levels in the decoder.
-
-Guarantees: levels are added on visual rows only; the decoder reads nothing on the host.
-"""
+The oracle of the parallel cases is the unsharded path on the same batch."""
 
 import numpy as np
 import paddle

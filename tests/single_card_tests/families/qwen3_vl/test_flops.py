@@ -1,10 +1,5 @@
-"""FLOPs of a Qwen3-VL, counted from its configuration.
-
-Guarantees: forward and backward counts equal the matrix products of the model exactly: dense, with
-experts, with packed rows, images, videos and texts, with adapters, and with any frozen component;
-padding and rows without a token add none; a long text costs 6 N per token plus the published
-attention term, halved because attention is causal.
-"""
+"""FLOPs of a Qwen3-VL, counted from its configuration, equal the matrix products of the model
+exactly; of published sizes they are the published numbers."""
 
 import numpy as np
 import pytest

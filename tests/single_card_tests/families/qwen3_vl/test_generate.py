@@ -1,11 +1,4 @@
-"""Generation with a key-value cache.
-
-Guarantees: cached steps equal a full forward pass over the extended sequence; a left-padded row
-gives the answer that it gives alone; rows end at their stop tokens and are padded; the tower runs
-once, and a step reads only the chosen ids; kept caches change no scores, serve prompts that begin
-with what they have and others not at all; the seed fixes each row's draws independently; settings
-come from the call, the given configuration or the model; errors are raised before the model runs.
-"""
+"""Generation with a key-value cache."""
 
 import json
 from functools import partial

@@ -1,9 +1,4 @@
-"""A hostile line, image or video is one bad sample, in conversations and demonstrations.
-
-Guarantees: deep nesting, lone surrogates, numbers out of range, invalid UTF-8, paths that no file
-system accepts and very long lines are reported with their place, or skipped if bad samples are; a
-long line is not read into memory; unforeseen errors are bad samples too.
-"""
+"""A hostile line, image or video is one bad sample, in conversations and demonstrations."""
 
 import json
 import pickle

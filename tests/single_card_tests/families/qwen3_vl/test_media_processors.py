@@ -1,9 +1,6 @@
 """Images and videos to patches, grids and timestamps, and the settings in HF's files.
 
-Sizes, pixels and samplings are those of transformers in the golden case `processor`; pixels of
-videos may differ from HF's by one 8-bit step, because HF resizes videos with torchvision and this
-package with PIL.
-"""
+Sizes, pixels and samplings are those of transformers in the golden case `processor`."""
 
 import io
 import json

@@ -1,9 +1,4 @@
-"""A forward call of the model of either family.
-
-Guarantees: padding on either side gives the same loss; the collator's extra fields change nothing;
-images and videos in one call equal the same media in two; text-only batches leave the tower without
-gradients; the loss is a mean over targets; pixels, grids and ids that disagree are errors.
-"""
+"""A forward call of the model of either family."""
 
 from functools import partial
 

@@ -1,11 +1,5 @@
-"""Qwen3-VL with experts, padding in it, and recomputation of its layers.
-
-Guarantees: which layers have experts; the auxiliary loss equals its formula: padding left out,
-layers pooled, enabled by configuration or call; padding, on either side and of any amount, is
-routed to no expert, is in no count, and changes neither outputs nor gradients of real tokens, in
-training and in generation; leaving it out reads nothing on the host if the collator lists the real
-rows; a recomputed layer keeps its choice of experts. Equality with HF is in vlm/test_golden.py.
-"""
+"""Qwen3-VL with experts: the auxiliary loss by its formula; padding is routed to no expert and
+changes nothing; a recomputed layer keeps its choice. Equality with HF is in vlm/test_golden.py."""
 
 from contextlib import contextmanager
 

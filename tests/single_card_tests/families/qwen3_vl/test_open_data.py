@@ -1,10 +1,4 @@
-"""What data.train may name, and what it becomes.
-
-Guarantees: the same conversations in every format and container are the same samples; a file of
-lines is read whole and its rows have one format; a mixture draws what its spelling says, with the
-limits of each source; tools go through the checkpoint's template; grounding is in
-thousandths of the image; what is refused is refused when the data are opened.
-"""
+"""What data.train may name, and what it becomes."""
 
 import json
 from pathlib import Path

@@ -1,10 +1,4 @@
-"""Rows of pretraining data as documents.
-
-Guarantees: every format gives its texts and images in document order with the end token; text and
-the end are targets, visual tokens and their markers are not, and a source's targets restrict them;
-pixels are those of the piece's images; what cannot be used is refused with the reason; the loss of
-packed pieces is HF's loss on the same labels.
-"""
+"""Rows of pretraining data as documents, and the loss of packed pieces of them."""
 
 import io
 

@@ -1,11 +1,4 @@
-"""Processor: conversations, images and videos to model inputs, and HF's files.
-
-Guarantees: pixels of the golden case are bit-exact with the right number of placeholders; prompts
-are left-padded and keep the order of images; a chat that ends with an answer is continued; labels
-are those of training; saving and loading changes nothing and keeps a
-checkpoint's own files; ids are found by name; a checkpoint whose template renders differently
-causes a warning.
-"""
+"""Processor: conversations, images and videos to model inputs, and HF's files."""
 
 import json
 from dataclasses import replace

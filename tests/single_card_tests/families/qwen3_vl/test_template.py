@@ -1,11 +1,5 @@
 """The built-in chat template: token ids of a conversation, its targets, and protection from forged
-control tokens.
-
-Guarantees: the exact rendering of ChatML with images and videos; no default system message; targets
-are exactly the answers and their end tokens; training sees the same ids before an answer as
-generation starts from; special tokens in text are refused by name; the Jinja template for HF users
-renders the same text.
-"""
+control tokens."""
 
 import json
 from pathlib import Path

@@ -1,10 +1,4 @@
-"""Tokenizer: HF files, special tokens by name, reproducible training.
-
-Guarantees: any text survives encoding and decoding (byte level); text is split as by the model's
-tokenizer in HF, of Qwen3-VL (Qwen2's) or of Qwen3.5; special
-tokens take the last ids; the same texts give the same file; a missing file, a broken file and a
-missing token are named; settings in the file that would truncate text have no effect.
-"""
+"""Tokenizer: HF's files and splits, special tokens by name, reproducible training."""
 
 import json
 

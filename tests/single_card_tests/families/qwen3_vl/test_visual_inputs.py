@@ -1,9 +1,5 @@
-"""The visual inputs of GPTEmbedding and DeepstackLayer: what fits, and what is refused.
-
-Guarantees: places from a mask, from ids and from indices give the same outputs; HF's levels in
-reading order are taken; levels are cast; every input that does not fit in shape, dtype or name is a
-ValueError with both numbers, found by shapes alone. Values are in test_visual_values.py.
-"""
+"""The visual inputs of GPTEmbedding and DeepstackLayer: what fits, and what is refused by shapes
+alone. Values are in test_visual_values.py."""
 
 import paddle
 import pytest

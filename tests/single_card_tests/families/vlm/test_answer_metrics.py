@@ -1,9 +1,4 @@
-"""Metrics of answers.
-
-Guarantees: each metric gives the numbers of its definition, and BLEU, chrF and ROUGE-L those of
-sacrebleu and rouge-score; of several references the nearest counts; a user's function is a metric;
-what cannot be a metric is refused before answers are made, with the remedy.
-"""
+"""Metrics of answers: the numbers of their definitions, of sacrebleu and of rouge-score."""
 
 import re
 from pathlib import Path

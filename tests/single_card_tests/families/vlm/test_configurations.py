@@ -1,10 +1,5 @@
-"""Configurations of Qwen3-VL and Qwen3.5, and damaged ones of policies.
-
-Guarantees: the files of the hub and of transformers 5.x give the same model, and so does what is
-written; published sizes build without allocating a parameter and have their numbers of parameters;
-a number of a wrong type or out of range, and a setting that the family does not have, are refused
-with file, key and value before the model is built. Keys and shapes are those of test_golden.py.
-"""
+"""Configurations of Qwen3-VL and Qwen3.5, and damaged ones of policies. Keys and shapes of models
+are those of test_golden.py."""
 
 import json
 from math import prod

@@ -1,10 +1,5 @@
-"""Model folders against the rules of the engines that serve them.
-
-Guarantees: every kind of folder that this package writes fits the rules of each engine that serves
-its family: full, tied, with experts, in several files, in bfloat16, averaged weights of a run,
-merged adapters; adapters where an engine takes them; a folder with one name, shape, dtype, key,
-flag or file spoilt is told, with what the engine makes of it; no weights are read.
-"""
+"""Model folders against the rules of the engines that serve them: every kind of folder that this
+package writes fits; one that is spoilt is told, with what the engine makes of it."""
 
 import json
 import shutil

@@ -1,12 +1,7 @@
 """Equality with the PyTorch originals: every quantity and every gradient of the golden cases of
-Qwen3-VL and Qwen3.5.
-
-Pinned here: what `tools/check_parity.py` compares, with the CPU kernels under both settings of
-Paddle's stride kernels, with the compiled ones, with the plain operations, and with the kernels of
-an A100 and an H100, stubs in place of those that a CPU lacks; and that the tool notices: a wrong
-weight, an unsupported model, an uncompared tensor, a state that leaks between packed samples,
-padding that reaches the state, no case.
-"""
+Qwen3-VL and Qwen3.5, with the kernels of a CPU, compiled and not, the plain operations, and those
+of an A100 and an H100, stubs in place of those that a CPU lacks; and that the tool notices
+faults."""
 
 import json
 import shutil

@@ -1,12 +1,4 @@
-"""Checkpoints of Qwen3-VL and Qwen3.5 in HF's layout.
-
-Guarantees: files hold HF's keys, shapes and values; saving and loading is bit-exact, sharded or
-not, and the safetensors library opens the files; the tie flag; experts are read in either
-orientation (Qwen3-VL), stacked or a tensor each (Qwen3.5); tensors of multi-token prediction are
-written again as they were, also after their file is gone and from the first pipeline stage; rates
-of decay and gated norms keep the dtype of the file; one error lists every missing, unexpected and
-misshapen key; damaged files are refused; loading has bounded memory.
-"""
+"""Checkpoints of Qwen3-VL and Qwen3.5 in HF's layout."""
 
 import json
 import logging

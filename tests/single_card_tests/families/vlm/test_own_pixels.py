@@ -1,9 +1,5 @@
-"""The patches that a rank's tower takes.
-
-Guarantees: the ranks' patches and places are together those of the batch, each by one rank, of
-videos by frames under context parallelism; one interval is not copied; a rank without items has no
-patches, or a black row; one rank has all of them, a rank without a tower none.
-"""
+"""The patches that a rank's tower takes: each of the batch's by one rank, without a copy if it
+can."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,9 +1,5 @@
-"""Packed samples in rows of a Qwen3-VL and a Qwen3.5.
-
-Guarantees: loss sum and every gradient equal those of the samples alone, with images and videos,
-deepstack, states, experts and recomputation; HF's `[4, B, L]` positions mean the
-same as offsets, unless there is a mask; offsets that do not fit the batch, and caches, are refused.
-"""
+"""Packed samples in rows of a Qwen3-VL and a Qwen3.5 have the loss and gradients of the samples
+alone."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,15 +1,5 @@
-"""Pipeline stages of Qwen3-VL and Qwen3.5 on one device, plain and colocated.
-
-Guarantees: stages, one after the other, give the unsharded model's loss and every gradient for any
-cut of the layers, with images, videos, both and none, with experts and their load-balancing loss;
-a stage knows the shape of its input in advance, and refuses a batch beyond the reserved size; a
-batch on the device is not read back; deepstack levels travel no further than the layer that adds
-them, and under the colocated schedule, whose encoder may divide the items in any way, not at all;
-a stage has only its own parameters; float32 values in rows of another dtype come back to the bit;
-offloaded rows are on the device only while a micro-batch runs; items are encoded without a copy of
-a batch on the device, and with copies through pinned memory alone of host arrays; a family without
-the schedule refuses it.
-"""
+"""Pipeline stages of Qwen3-VL and Qwen3.5 on one device, plain and colocated, are the whole
+model."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,9 +1,4 @@
-"""Benchmarks described in YAML.
-
-Guarantees: the descriptions of `configs/suites` ask the rows of data sets with each benchmark's
-columns, its images in their places, and score answers; answers are extracted; a description or row
-that does not fit is refused with the place and the remedy.
-"""
+"""Benchmarks described in YAML: those of `configs/suites` on rows with each benchmark's columns."""
 
 import io
 import json
