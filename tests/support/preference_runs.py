@@ -16,20 +16,15 @@ ANSWERS = ("red", "green", "blue", "yes", "no red", "a blue one")
 PREFERENCE = "train.objective=preference"
 
 
-def write_preference_run(
-    folder: Path,
-    num_samples: int,
-    model: dict[str, Any] = MODEL,
-    model_class: Any = Qwen3VLForConditionalGeneration,
-    config_class: Any = Qwen3VLConfig,
-) -> Path:
+def write_preference_run(folder: Path, num_samples: int, model: dict[str, Any] = MODEL) -> Path:
     """Pairs with two images, one, none, or one for each answer, of different lengths; the same rows
     rated, as `rated.jsonl`; the base model in `base`."""
     run_file = write_tiny_run(folder, num_samples, model)
     processor = VLProcessor.from_pretrained(run_file.with_name("processor"))
     # Whatever ran before: the same weights would be another run's reference too.
     paddle.seed(zlib.crc32(str(folder).encode()))
-    base = model_class.from_config(model_config(config_class, model, processor))
+    config = model_config(Qwen3VLConfig, model, processor)
+    base = Qwen3VLForConditionalGeneration.from_config(config)
     base.save_pretrained(run_file.with_name("base"))
     lines = run_file.with_name("train.jsonl").read_text().splitlines()
     pairs, rated = [], []

@@ -7,9 +7,6 @@ import pytest
 import tests.support.captioner  # noqa: F401 - registers the family
 from paddle_vl.cli.main import main
 from paddle_vl.config.families import FamilyEntry, families, family_of, register_family
-from paddle_vl.config.load import load_run_config
-from paddle_vl.profile.run import run_profile
-from paddle_vl.profile.workload import ProfileSettings, Workload
 from tests.support.captioner.run import train_captioner, write_captioner_run
 from tests.support.finished_runs import metrics_of
 
@@ -42,14 +39,6 @@ def test_the_command_tells_the_trainers_evaluation_loss(run_file, learned, capsy
     loss = capsys.readouterr().out.splitlines()[0]
     expected = metrics_of(learned)[-1]["eval_loss"]
     assert f"loss per answer token: {expected:.4f}" in loss
-
-
-def test_it_is_profiled_on_data_of_its_own(run_file, tmp_path):
-    config = load_run_config(run_file, ["logging.device_peak_tflops=0.001"])
-    settings = ProfileSettings(tmp_path, Workload(is_synthetic=True), warmup_steps=1, steps=2)
-    result = run_profile(config, settings)
-    assert result["model_type"] == "Captioner"
-    assert result["data_source"] == "synthetic"
 
 
 def test_what_it_does_not_have_is_refused(learned, tmp_path, capsys):

@@ -9,7 +9,6 @@ from paddle_vl.config.families import family_of_folder
 from paddle_vl.families.qwen3_5.flops import Qwen3_5Flops
 from paddle_vl.families.vlm.recipe import model_shape
 from paddle_vl.families.vlm.training.pipeline import layer_costs
-from paddle_vl.nn.linear import fused_columns
 from paddle_vl.parallel.degrees import ParallelDegrees, TopologyPlan, plan_problems
 from paddle_vl.testing import (
     EXPERTS_3_5,
@@ -34,24 +33,6 @@ def test_simulated_ranks_equal_one_device(text, mp_degree, sequence_parallel):
         mp_degree,
         sequence_parallel=sequence_parallel,
     )
-
-
-def separated(placement, **text):
-    model = tiny_qwen3_5(placement, seed=1, **text)
-    model.separate([weight for weight in model.parameters() if fused_columns(weight)])
-    return model
-
-
-@pytest.mark.parametrize("mp_degree", [1, 2])
-def test_linears_with_weights_of_their_own_equal_fused_ones(mp_degree):
-    batch = tiny_qwen3_vl_batch()
-    wanted, own = tiny_qwen3_5(seed=1), separated(None)
-    assert len(own.parameters()) > len(wanted.parameters())
-    names = [item.key for item in wanted.stored_parameters()]
-    assert sorted(item.key for item in own.stored_parameters()) == sorted(names)
-    assert own(**batch).loss.item() == pytest.approx(wanted(**batch).loss.item(), rel=1e-6)
-    if mp_degree > 1:
-        assert_equals_single_device(separated, lambda model: model(**batch), mp_degree)
 
 
 def test_adapters_train_the_projections_of_both_mixers_and_merge(tmp_path):

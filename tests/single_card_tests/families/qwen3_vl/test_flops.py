@@ -10,8 +10,9 @@ from paddle_vl.families.vlm.inputs.collate import PackedCollator, VLCollator
 from paddle_vl.families.vlm.modeling.flops import VLFlops
 from paddle_vl.families.vlm.settings import PARTS
 from paddle_vl.families.vlm.training.objective import with_unused_image
-from paddle_vl.testing.qwen3_vl import EXPERTS, IMAGE, VIDEO, patches, token_rows
+from paddle_vl.testing.qwen3_vl import EXPERTS, IMAGE, VIDEO
 from paddle_vl.train.freeze import freeze_parameters, trained_names, treated_apart
+from tests.single_card_tests.families.vlm.test_packed_models import sample
 from tests.support.counted_products import counted_products
 from tests.support.tiny import tiny_config, tiny_model
 
@@ -19,16 +20,6 @@ from tests.support.tiny import tiny_config, tiny_model
 pytestmark = pytest.mark.usefixtures("uncompiled")
 
 COLLATOR = VLCollator(0, IMAGE, VIDEO)
-
-
-def sample(items: list, images: list = (), videos: list = ()) -> dict:
-    ids = token_rows(items)[0]
-    made = {"input_ids": ids, "labels": np.where(ids < 60, ids, -100)}
-    if images:
-        made["pixel_values"], made["image_grid_thw"] = patches(images)
-    if videos:
-        made["pixel_values_videos"], made["video_grid_thw"] = patches(videos)
-    return made
 
 
 BOTH = sample(

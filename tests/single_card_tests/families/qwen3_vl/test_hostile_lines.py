@@ -22,24 +22,16 @@ def escaped(record) -> bytes:
 
 CONVERSATIONS = {
     "brackets": (b'{"messages": ' + DEEP.encode(), "broken_json", "nested too deep"),
-    "closed brackets": (
-        b'{"messages": ' + DEEP.encode() + b"]" * 100_000 + b"}", "broken_json", "nested too deep",
-    ),
     "key twice": (
         b'{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "broken_json",
         "the key 'content' is there twice",
     ),
-    "a list": (b"[1]", "broken_json", "a list|object"),
     "not UTF-8": (b'{"messages": "\xff"}', "broken_json", "not UTF-8"),
-    "UTF-16": ("\ufeff" + json.dumps(question()), "broken_json", "not UTF-8"),
     "surrogate": (escaped(question("a \ud800 b")), "bad_text", "half of a surrogate pair"),
-    "surrogate in a key": (escaped(question(**{"\udfff": 1})), "bad_text", "surrogate"),
     "surrogate in a path": (
         escaped(question("<image>", images=["\ud83d.png"])), "bad_text", "surrogate",
     ),
-    "surrogate as bytes": (b'{"messages": "\xed\xa0\x80"}', "broken_json", "not UTF-8"),
     "NaN": (escaped(question(score=float("nan"))), "broken_json", "NaN, which is no JSON"),
-    "Infinity": (escaped(question(score=-float("inf"))), "broken_json", "-Infinity"),
     "1e400": (b'{"messages": [], "score": 1e400}', "broken_json", "1e400 is beyond the range"),
     "5000 digits": (b'{"score": ' + b"9" * 5000 + b"}", "broken_json", "broken JSON"),
     "huge weight": (
@@ -50,7 +42,6 @@ CONVERSATIONS = {
     "long path": (
         escaped(question("<image>", images=["a" * 5000])), "missing_image", r"\(50\d\d char",
     ),
-    "long video path": (escaped(question("<video>", videos=["a/" * 5000])), "missing_video", "not"),
     "number as a path": (escaped(question("<image>", images=[10**30])), "missing_key", "no.* path"),
     "many keys": (
         escaped({str(number): 1 for number in range(5000)}), "missing_key",
@@ -60,13 +51,9 @@ CONVERSATIONS = {
 }  # fmt: skip
 
 
-def as_bytes(text: str | bytes) -> bytes:
-    return text if isinstance(text, bytes) else text.encode("utf-16")
-
-
 def file_of(tmp_path, bad, good):
     file = tmp_path / "a.jsonl"
-    file.write_bytes(b"\n".join([escaped(good), as_bytes(bad), escaped(good)]) + b"\n")
+    file.write_bytes(b"\n".join([escaped(good), bad, escaped(good)]) + b"\n")
     return file
 
 

@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -83,15 +81,6 @@ def test_every_format_and_container_gives_the_same_samples(folder, expected, bui
     np.testing.assert_array_equal(data[0]["image_grid_thw"], [[1, 2, 4]])
 
 
-def test_a_table_with_bytes_of_images_gives_the_same_samples(folder, expected):
-    rows = [sharegpt_row(*row) for row in ROWS]
-    for row in rows:
-        names = row.pop("images", [])
-        row["images"] = [{"bytes": (folder / name).read_bytes(), "path": None} for name in names]
-    pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet")
-    assert ids(opened([str(folder / "rows.parquet")])) == expected
-
-
 def test_spellings_and_limits_of_sources_are_honoured(folder, expected):
     file = written(folder / "mixed.jsonl", [sharegpt_row(*row) for row in ROWS])
     assert ids(opened([f"{file}#2"])) == [expected[i] for i in opened_rows(f"{file}#2")]
@@ -147,13 +136,6 @@ def test_tools_go_through_the_checkpoints_template(folder, tmp_path):
     text = processor.decode(sample["input_ids"], skip_special_tokens=False)
     assert text.startswith("look;<|im_start|>user\ntell<|im_end|>")
     assert learned(processor, sample) == "look{}<|im_end|>blue<|im_end|>"
-
-
-def test_boxes_are_thousandths_of_the_original_image(folder):
-    row = messages_row("Where?", '{"bbox_2d": <bbox>}', "red.png")
-    row["objects"] = {"bbox": [[16, 12, 32, 48]]}
-    (conversation,) = [opened([written(folder / "b.jsonl", [row])]).conversation(0)]
-    assert conversation.text(1) == '{"bbox_2d": [250, 250, 500, 1000]}'
 
 
 @pytest.mark.parametrize(
