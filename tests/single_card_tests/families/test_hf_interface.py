@@ -10,10 +10,8 @@ import pytest
 from paddle_vl import PI07LowLevelPolicy, Qwen3VLForConditionalGeneration
 from paddle_vl.testing.qwen3_vl import token_rows
 from tests.single_card_tests.families.pi07.test_policy import character_tokenizer, golden_policy
-from tests.support.hub_server import local_hub
 from tests.support.tiny import tiny_model
 
-hub = pytest.fixture(local_hub)
 IDS = token_rows([1, 2, 3], [7, 8, 9])
 
 
@@ -158,15 +156,6 @@ class TorchsDtype:
 def test_loading_honours_what_means_the_same(folder, arguments, dtype):
     model = Qwen3VLForConditionalGeneration.from_pretrained(folder, **arguments)
     assert model.dtype == getattr(paddle, dtype)
-
-
-def test_a_model_is_loaded_by_its_name_on_a_hub(hub, folder):
-    hub.files.clear()
-    hub.files.update({path.name: path.read_bytes() for path in folder.iterdir()})
-    found = Qwen3VLForConditionalGeneration.from_pretrained("org/tiny", revision="main")
-    here = Qwen3VLForConditionalGeneration.from_pretrained(folder)
-    for name, value in here.hf_state_dict().items():
-        np.testing.assert_array_equal(found.hf_state_dict()[name], value)
 
 
 def test_what_is_neither_folder_nor_name_is_refused():

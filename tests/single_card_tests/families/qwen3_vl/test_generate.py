@@ -12,8 +12,6 @@ from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
 from paddle_vl.testing.qwen3_5 import tiny_qwen3_5
 from paddle_vl.testing.qwen3_vl import EXPERTS, IMAGE, patches, token_rows
 from tests.single_card_tests.families.qwen3_vl.chat_builders import tiny_processor
-from tests.support.gpu_stubs.attention import FLASH
-from tests.support.gpu_stubs.pretended import implementation
 from tests.support.tiny import tiny_config, tiny_model
 
 GRIDS = [[1, 4, 4], [1, 2, 4]]
@@ -44,28 +42,6 @@ def test_cached_decoding_equals_a_full_forward_each_step():
         input_ids=ids, pixel_values=pixels, image_grid_thw=grid, max_new_tokens=6
     )
     assert found.tolist() == greedy_without_cache(model, ids, pixels, grid, 6).tolist()
-
-
-@pytest.mark.parametrize("gpu", ["a100", "h100"])
-def test_prompts_generate_through_flash_attention_alone(gpu):
-    model, (pixels, grid) = tiny_model(), patches([*GRIDS, *GRIDS])
-    ids = np.repeat(token_rows([1, ("image", 4), 2, ("image", 2), 3]), 2, axis=0)
-    inputs = {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": grid}
-    wanted = model.generate(**inputs, max_new_tokens=4)
-    with implementation(gpu) as calls:
-        assert model.generate(**inputs, max_new_tokens=4).tolist() == wanted.tolist()
-    # Prompt and single queries need no mask.
-    assert all(call.name in FLASH and len(call.shapes) < 5 for call in calls)
-    _, ids, mask = padded_rows()
-    inputs = {"input_ids": ids, "attention_mask": mask, "pixel_values": pixels[:24]}
-    inputs |= {"image_grid_thw": grid[:2], "max_new_tokens": 2}
-    wanted = model.generate(**inputs)
-    with implementation(gpu) as calls:
-        assert model.generate(**inputs).tolist() == wanted.tolist()
-    assert {call.name for call in calls} <= set(FLASH)
-    # A mask for the heads of both prompts, of one row for the single query.
-    heads = 2 * model.config.text_config.num_attention_heads
-    assert calls[-1].shapes[3] == (1, heads, 1, ids.shape[1] + 1)
 
 
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True, "seed": 3}])

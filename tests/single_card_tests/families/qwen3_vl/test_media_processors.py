@@ -13,7 +13,6 @@ from PIL import Image
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.video_reader import FrameFiles, VideoFrames
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor, smart_resize
-from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer
 from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor, timestamp_text
 from tests.single_card_tests.data.video_files import decode_all, moving_frames, write_video
@@ -296,25 +295,6 @@ def test_settings_of_frames_are_refused_by_name(folder, name, value):
     change(file, name, value)
     with pytest.raises(ValueError, match=rf"/{file.name}.*{name}"):
         VideoProcessor.from_pretrained(folder, ImageProcessor.from_pretrained(folder))
-
-
-DAMAGE = [b"", b"42", b"[]", b"null", b"{", b"\xff\xfe", b"\0", b"[" * 100_000,
-          b'{"a": ' + b"7" * 5000 + b"}", b'{"a": 1, "a": 2}']  # fmt: skip
-
-
-@pytest.mark.parametrize("text", DAMAGE)
-@pytest.mark.parametrize(
-    "name",
-    ["tokenizer.json", "preprocessor_config.json", "video_preprocessor_config.json",
-     "tokenizer_config.json"],
-)  # fmt: skip
-def test_damaged_files_are_named(folder, name, text):
-    if name == "tokenizer_config.json":
-        # Read only if the folder has no template file.
-        (folder / "chat_template.jinja").unlink()
-    (folder / name).write_bytes(text)
-    with pytest.raises(RuntimeError, match=rf"/{name} "):
-        VLProcessor.from_pretrained(folder)
 
 
 def test_ids_that_leave_others_out_are_seen_and_faults_of_the_library_told(folder):

@@ -88,16 +88,6 @@ def test_marks_that_cannot_be_told_apart_are_refused():
         encoder(one_more).encode(half)
 
 
-def test_reasoning_is_learned_but_not_the_empty_block_that_the_template_adds():
-    thought = row(user("a?"), answer("b", reasoning_content="Hm."))
-    full = "<think>\nHm.\n</think>\n\nb<|im_end|>"
-    assert learned_text(encoder(THINKING).encode(thought)) == full
-    assert learned_text(encoder(THINKING).encode(row(user("a?"), answer("b")))) == "b<|im_end|>"
-    opened = THINKING.replace("assistant\\n' -}}{%- endif", "assistant\\n<think>\\n' -}}{%- endif")
-    assert learned_text(encoder(opened).encode(thought)) == full.removeprefix("<think>\n")
-    assert learned_text(encoder(opened).encode(row(user("a?"), answer("b")))) == "b<|im_end|>"
-
-
 def test_an_answer_that_later_messages_rewrite_is_refused_unless_the_row_is_split():
     with pytest.raises(BadSampleError, match=r"message 2: later messages .* split"):
         encoder(THINKING).encode(TWO_ANSWERS)
@@ -109,24 +99,6 @@ def test_an_answer_that_later_messages_rewrite_is_refused_unless_the_row_is_spli
     learned = [learned_text(splitting.encode(each)) for each in rows]
     assert learned == ["b<|im_end|>", "d<|im_end|>"]
     assert encoder(THINKING).split(TWO_ANSWERS) == [TWO_ANSWERS]
-
-
-@pytest.mark.parametrize("given", ["key", "text"])
-def test_earlier_reasoning_is_refused_dropped_or_split(given):
-    thought = {"reasoning_content": "Hm."} if given == "key" else {}
-    text = "b" if given == "key" else "<think>\nHm.\n</think>\n\nb"
-    keeps_text = "m.content if loop.last else m.content.split('</think>')[-1].lstrip('\\n')"
-    source = THINKING.replace("m.content +", f"({keeps_text}) +")
-    if given == "text":
-        source = source.replace(" and loop.last", " and false")
-    both = row(user("a?"), answer(text, **thought), user("c?"), answer("d"))
-    last = row(user("a?"), answer(text, False, **thought), user("c?"), answer("d"))
-    with pytest.raises(BadSampleError, match="earlier_reasoning"):
-        encoder(source).encode(last)
-    assert learned_text(encoder(source, "drop").encode(last)) == "d<|im_end|>"
-    splitting = encoder(source, "split")
-    learned = [learned_text(splitting.encode(each)) for each in splitting.split(both)]
-    assert learned == ["<think>\nHm.\n</think>\n\nb<|im_end|>", "d<|im_end|>"]
 
 
 @pytest.mark.parametrize(
