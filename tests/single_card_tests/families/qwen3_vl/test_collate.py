@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paddle_vl.batch.visual_index import RowPart, own_indices
 from paddle_vl.families.vlm.inputs.collate import PackedCollator, VLCollator
 
 PAD, IMAGE, VIDEO, START = 90, 91, 92, 93
@@ -119,16 +118,6 @@ def test_batch_equals_a_plain_loop(samples, side, multiple):
     assert batch["has_left_padding"] is (side == "left" and has_padding)
     both = "pixel_values" in batch and "pixel_values_videos" in batch
     assert ("visual_source_indices" in batch) == both
-
-
-def test_indices_are_those_of_this_rank():
-    samples = [make_sample([(1, 2), 1, (1, 2)])]
-    whole = collator(pad_to_multiple_of=12)(samples)["visual_update_indices"].tolist()
-    assert whole == [2, 3, 7, 8]
-    whole_batch = collator(pad_to_multiple_of=12, num_parts=2)(samples)
-    batch = own_indices(whole_batch, RowPart(rank=1, size=2))
-    assert batch["visual_update_indices"].tolist() == [1, 2]
-    assert batch["visual_gather_indices"].tolist() == [2, 3]
 
 
 def test_length_that_ranks_cannot_share_names_numbers_and_setting():

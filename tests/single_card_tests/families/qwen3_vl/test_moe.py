@@ -106,12 +106,12 @@ def test_generation_works_with_a_configuration_that_asks_for_the_auxiliary_loss(
     np.testing.assert_array_equal(answers, tiny_model(**EXPERTS).generate(**prompt))
 
 
-def padded(side: str, length: int, pad: int = 0) -> dict:
+def padded(side: str, length: int) -> dict:
     """`batch` with rows of this length, padded on one side."""
     inputs, keys = batch(), ("input_ids", "attention_mask", "labels")
     # On the left, padding would predict it.
     inputs["labels"][:, 0] = -100
-    for key, fill in zip(keys, (pad, 0, -100), strict=True):
+    for key, fill in zip(keys, (0, 0, -100), strict=True):
         rows = [row[:end] for row, end in zip(inputs[key], (9, 4), strict=True)]
         widths = [(length - len(row), 0)[:: 1 if side == "left" else -1] for row in rows]
         inputs[key] = np.stack(

@@ -63,6 +63,8 @@ def test_mixed_batch_equals_its_samples_one_by_one():
         )
     assert batch["image_grid_thw"].tolist() == [[1, 2, 2], [1, 2, 4]]
     assert batch["video_grid_thw"].tolist() == [[2, 2, 4], [2, 2, 4]]
+    pixels = PROCESSOR.image_processor([SMALL, WIDE])["pixel_values"]
+    np.testing.assert_array_equal(batch["pixel_values"], pixels)
 
 
 def test_images_that_match_no_conversation_are_refused():

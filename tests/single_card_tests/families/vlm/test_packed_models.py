@@ -11,7 +11,7 @@ import pytest
 from paddle_vl.families.vlm.inputs.collate import PackedCollator, VLCollator
 from paddle_vl.nn.key_value_cache import KeyValueCache
 from paddle_vl.parallel.recompute import recompute_layers
-from paddle_vl.testing import EXPERTS_3_5, assert_equals_single_device, tiny_qwen3_5
+from paddle_vl.testing import EXPERTS_3_5, tiny_qwen3_5
 from paddle_vl.testing.qwen3_vl import EXPERTS, IMAGE, VIDEO, patches, token_rows
 from tests.support.tiny import tiny_model
 
@@ -161,17 +161,3 @@ def test_rows_without_samples_learn_nothing():
     output.loss.backward()
     assert float(output.loss) == 0.0
     assert not any(p.grad is not None and p.grad.numpy().any() for p in model.parameters())
-
-
-@pytest.mark.parametrize("text", [{}, EXPERTS_3_5], ids=["dense", "experts"])
-def test_simulated_ranks_pass_states_within_samples(text):
-    # Indices of the collator are for all token rows; the model computes those of a rank.
-    batch = PackedCollator(COLLATOR)(CASES["qwen3_5"].rows)
-    given = {name: value for name, value in batch.items() if "_indices" not in name}
-    assert_equals_single_device(
-        lambda placement: tiny_qwen3_5(placement, seed=1, **text),
-        lambda model: model(**given),
-        2,
-        # Three times what noise of 1e-7 in the weights moves these gradients (1.4e-5).
-        tolerance=4e-5,
-    )
