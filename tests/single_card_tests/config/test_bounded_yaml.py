@@ -1,9 +1,4 @@
-"""YAML beyond the limits, which are lowered where they are large, and settings out of range.
-
-Guarantees: expanded aliases, depth, size and numbers are limited before values are constructed, in
-files and overrides; bytes that are not text are refused with file and position; an error in an
-override does not name the file; settings out of range are refused.
-"""
+"""YAML beyond the limits, which are lowered where they are large, and settings out of range."""
 
 from pathlib import Path
 
@@ -104,6 +99,9 @@ def refusal(file: Path, *overrides: str) -> str:
         ("foo.bar.baz=1", "foo is not a setting"),
         ("train.seed.x.y=1", 'train.seed is {"x": {"y": 1}}'),
         ("train.part_learning_rates.x=a", 'train.part_learning_rates is "a"'),
+        ("data.num_workers=1000000", "data.num_workers is 1000000; it must be at most"),
+        ("parallel.dp_degree=1000000000000", "parallel.dp_degree is"),
+        ("model.lora={target_modules: [a], r: 1000000000}", "model.lora.r is 1000000000"),
     ],
 )
 def test_hostile_overrides_name_the_command_line(file, override, named):
@@ -114,30 +112,16 @@ def test_hostile_overrides_name_the_command_line(file, override, named):
     assert len(message) < 1000
 
 
-@pytest.mark.parametrize(
-    ("override", "named"),
-    [
-        ("data.pad_to_multiple_of=4096", "exceeds the longest row of 2048 tokens"),
-        ("data.pad_to_multiple_of=10000000000", "data.pad_to_multiple_of is 10000000000"),
-        ("data.num_workers=1000000", "data.num_workers is 1000000; it must be at most"),
-        ("parallel.dp_degree=1000000000000", "parallel.dp_degree is"),
-        ("model.lora={target_modules: [a], r: 1000000000}", "model.lora.r is 1000000000"),
-    ],
-)
-def test_settings_out_of_range_are_refused(file, override, named):
-    assert named in refusal(file, override)
+def test_padding_beyond_the_longest_row_is_refused(file):
+    assert "exceeds the longest row of 2048" in refusal(file, "data.pad_to_multiple_of=4096")
+    assert load_run_config(file, ["data.pad_to_multiple_of=2048"]).data.pad_to_multiple_of == 2048
 
 
-def test_padding_to_the_longest_row_is_accepted(file):
-    config = load_run_config(file, ["data.pad_to_multiple_of=2048"])
-    assert config.data.pad_to_multiple_of == 2048
-
-
-def test_output_dir_that_is_a_file_or_inside_one_is_refused(file):
-    for output in (file, file / "runs"):
-        config = load_run_config(file, [f"train.output_dir={output}"])
-        problems = launch_problems(config, "cpu")
-        assert any(f"{file} is a file, not a folder" in problem for problem in problems)
+@pytest.mark.parametrize("inside", ["", "runs"])
+def test_output_dir_that_is_a_file_or_inside_one_is_refused(file, inside):
+    config = load_run_config(file, [f"train.output_dir={file / inside}"])
+    problems = launch_problems(config, "cpu")
+    assert any(f"{file} is a file, not a folder" in problem for problem in problems)
 
 
 def test_defaults_are_shown():

@@ -1,11 +1,9 @@
-"""Checked classes, and file names in OSErrors.
+"""Checked classes and their messages, file names in OSErrors, and tokenizer files.
 
-Guarantees: nothing is converted; one error lists all values that do not fit, each with its name and
-what it must be, those of a part behind its name; unknown and missing keys are named; an OSError has
-its file name exactly once.
-"""
+Nothing is converted, and one error lists all values that do not fit."""
 
 import errno
+import json
 from dataclasses import asdict, field, replace
 from typing import Annotated, Literal
 
@@ -22,6 +20,7 @@ from paddle_vl.files.stored_settings import (
     read_section,
 )
 from paddle_vl.files.text_file import naming, shown
+from paddle_vl.files.tokenizer_json import read_tokenizer
 
 
 @checked
@@ -91,11 +90,13 @@ def test_values_that_do_not_fit_are_named(values, named):
         read_section(Settings, values, "section")
 
 
-def test_a_missing_key_and_what_is_no_section_are_named():
-    with pytest.raises(ValueError, match="^section: needed is missing$"):
-        read_section(Needy, {}, "section")
-    with pytest.raises(ValueError, match=r"section is \[\]; it must be an object"):
-        read_section(Needy, [], "section")
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [({}, "^section: needed is missing$"), ([], r"section is \[\]; it must be an object")],
+)
+def test_a_missing_key_and_what_is_no_section_are_named(values, named):
+    with pytest.raises(ValueError, match=named):
+        read_section(Needy, values, "section")
 
 
 @pytest.mark.parametrize(
@@ -141,3 +142,39 @@ def test_os_errors_name_their_file_once():
     with pytest.raises(OSError, match="other") as error, naming("some/file"):
         raise FileNotFoundError(errno.ENOENT, "No such file", "other")
     assert "some/file" not in str(error.value)
+
+
+BPE = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"], "unk_token": "a"}
+WORDS = {"type": "WordLevel", "unk_token": "[UNK]"}
+
+
+def written(file, model):
+    file.write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "ids"),
+    [
+        (WORDS | {"vocab": {"[UNK]": 0, "a": 1}}, "\u0378", [0]),
+        (WORDS | {"vocab": {"[UNK]": 0, "a": 2**24 - 1}}, "a", [2**24 - 1]),
+        (BPE | {"dropout": 0.0}, "ab", [2]),
+        (BPE | {"dropout": None}, "ab", [2]),
+    ],
+)
+def test_a_tokenizer_encodes_any_text(tmp_path, model, text, ids):
+    assert read_tokenizer(written(tmp_path / "tokenizer.json", model)).encode(text).ids == ids
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (WORDS | {"vocab": {"a": 1}}, r"no.* a tokenizer file: .*Missing \[UNK\].*save it again"),
+        (WORDS | {"vocab": {"[UNK]": 0, "a": 2**24}}, "the id of 'a' is 16777216; at most 1677721"),
+        # The same text would give other tokens each time.
+        (BPE | {"dropout": 0.1}, r"has model.dropout 0\.1: .*set it to null"),
+    ],
+)
+def test_a_tokenizer_that_would_fail_or_draw_by_chance_is_refused(tmp_path, model, told):
+    with pytest.raises(RuntimeError, match=f"(?s)tokenizer.json.*{told}"):
+        read_tokenizer(written(tmp_path / "tokenizer.json", model))

@@ -1,8 +1,4 @@
-"""Generation settings.
-
-Guarantees: HF's file is read and written; unsupported settings are refused if they would change the
-tokens and ignored otherwise; bad values are refused by name.
-"""
+"""Generation settings: HF's file, and values that are refused by name."""
 
 import json
 
@@ -67,6 +63,8 @@ def test_the_fill_is_the_pad_token_or_the_first_ending_one():
     assert GenerationConfig(eos_token_id=[4, 5], pad_token_id=0).fill_token_id == 0
     assert GenerationConfig(eos_token_id=4).fill_token_id == 4
     assert GenerationConfig().fill_token_id is None
+    # No matter without sampling.
+    assert GenerationConfig(temperature=0.0).temperature == 0.0
 
 
 @pytest.mark.parametrize(
@@ -96,7 +94,3 @@ def test_the_fill_is_the_pad_token_or_the_first_ending_one():
 def test_a_bad_value_is_refused_by_name(settings, message):
     with pytest.raises(ValueError, match=message.replace("|", r"\|")):
         GenerationConfig(**settings)
-
-
-def test_a_temperature_of_zero_is_no_matter_without_sampling():
-    assert GenerationConfig(temperature=0.0).temperature == 0.0

@@ -1,12 +1,4 @@
-"""The store of a run, in its own process.
-
-Guarantees: Paddle's client reads and writes it, with separate keys per name, and no addition is
-lost; a rank that does not join, does not come to where all meet, or has ended is named to those
-that wait, with the seconds and how to continue; ranks may start before the store; a malformed
-message ends only its connection; a taken port and two ranks with the same number are refused; the
-store ends with the process that started it. The watch over the other ranks runs before, while and
-after the rendezvous is imported.
-"""
+"""The store of a run, in its own process, and who waits there for whom."""
 
 import contextlib
 import socket
@@ -101,18 +93,6 @@ def test_names_keep_keys_apart(monkeypatch):
         for number, store in enumerate(stores[:2]):
             store.set("key", str(number))
         assert [bytes(store.get("key")) for store in stores] == [b"0", b"1", b"0"]
-
-
-def test_all_that_come_meet_whoever_is_first():
-    port = free_port()
-    with ThreadPoolExecutor(1) as pool:
-        early = pool.submit(Membership, 1, 2, HOST, port, LONG)
-        time.sleep(0.3)
-        with running_store(2, port):
-            present = [Membership(0, 2, HOST, port, LONG), early.result(LONG)]
-            assert all_join(present) == [None, None]
-            assert present[0].state()["ended"] == []
-            close(*present)
 
 
 def test_ranks_that_do_not_come_are_named():
