@@ -1,9 +1,4 @@
-"""Tiny models and batches, and full tensors put together from shards.
-
-Guarantees: equal parameters under every placement; no parameter is neutral; a batch has what its
-samples say; wrong items are refused; gathered parameters equal a single device's for both families;
-what differs between ranks is refused by name; the mock of an embedding's rank refuses a decoder.
-"""
+"""Tiny models and batches, and full tensors put together from shards."""
 
 from functools import partial
 
