@@ -1,16 +1,4 @@
-"""Fused and separate projections: query, key and value; gate and up.
-
-Guarantees: fresh fused weights equal those that each linear would draw; separating changes no
-output, gradient or file, whether the model is materialized or not; where a setting concerns one
-linear alone, a run separates that layer and trains as with unfused linears; a linear that cannot be
-separated is refused.
-
-Low-rank adapters of linears.
-
-Guarantees: the output is the linear's plus `scaling * dropout(x) A B`; a fresh adapter adds zero;
-dropout, with its upscaling, acts on the input and only in training; merging keeps the output, for
-both weight layouts and a linear with a bias.
-"""
+"""Fused and separate projections, and low-rank adapters of linears."""
 
 import numpy as np
 import paddle
@@ -18,7 +6,6 @@ import pytest
 
 from paddle_vl import Qwen3VLForConditionalGeneration
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
-from paddle_vl.config.load import load_run_config
 from paddle_vl.config.schema import LoRAConfig, TrainConfig
 from paddle_vl.nn.linear import (
     Columns,
@@ -30,10 +17,10 @@ from paddle_vl.nn.linear import (
 )
 from paddle_vl.nn.lora import LowRankSettings, initial_factor
 from paddle_vl.testing.qwen3_vl import token_rows
-from paddle_vl.train.build import build_trainer
 from paddle_vl.train.freeze import freeze_parameters, treated_apart
 from paddle_vl.train.optimizer import Optimizer
 from tests.single_card_tests.train.tiny_run import write_tiny_run
+from tests.single_card_tests.train.whole_runs import build
 from tests.support.tiny import tiny_config, tiny_model
 
 QUERIES = "model.language_model.layers.1.self_attn.q_proj.weight"
@@ -134,9 +121,7 @@ def test_linears_of_one_weight_have_one_rate_and_one_decay():
     ],
 )
 def test_a_run_has_apart_what_a_setting_treats_alone(setting, is_frozen, tmp_path):
-    run_file = write_tiny_run(tmp_path)
-    overrides = [f"train.output_dir={tmp_path / 'out'}", "train.max_steps=2", setting]
-    trainer = build_trainer(load_run_config(run_file, overrides))
+    trainer = build(write_tiny_run(tmp_path), tmp_path / "out", "train.max_steps=2", setting)
     model = trainer.runner.model
     before = model.hf_state_dict()
     layers = [decoder_layer.self_attn.qkv_proj for decoder_layer in model.decoder_layers]
