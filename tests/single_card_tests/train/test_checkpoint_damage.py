@@ -1,10 +1,4 @@
-"""Damaged checkpoints.
-
-Guarantees: damage of any kind to any file is found before loading, whichever rank reads the file,
-and the file is named; `auto` takes the newest checkpoint without damage, logs which it
-skipped and why, and does not start a new run if all are damaged; checkpoints of earlier versions
-are accepted; weights are compared with their manifest when loaded, text files are not.
-"""
+"""Damaged checkpoints are found before loading, by file; `auto` takes the newest good one."""
 
 import json
 import logging
@@ -12,10 +6,16 @@ import logging
 import pytest
 
 from paddle_vl.checkpoint import manifest
-from paddle_vl.checkpoint.manifest import FileSum, Manifest, check_weights, shared_out
+from paddle_vl.checkpoint.manifest import Manifest, check_weights, shared_out
 from paddle_vl.train.checkpoint import model_folder
 from paddle_vl.train.resume import checkpoint_to_resume, examine
-from tests.single_card_tests.train.saved import on_ranks, run_config, save_checkpoint
+from tests.single_card_tests.train.saved import (
+    flip,
+    on_ranks,
+    run_config,
+    save_checkpoint,
+    without_manifest,
+)
 
 
 def resuming(output_dir, source="auto", **changes):
@@ -23,12 +23,6 @@ def resuming(output_dir, source="auto", **changes):
     values["train"] |= {"output_dir": str(output_dir), "resume_from_checkpoint": str(source)}
     values["train"] |= changes
     return type(run_config()).model_validate(values)
-
-
-def flip(path, place=-1):
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1
-    path.write_bytes(data)
 
 
 DAMAGE = {
@@ -82,32 +76,31 @@ def test_a_manifest_that_is_none_is_damage(tmp_path, text):
     assert "manifest.json is damaged" in problem
 
 
+def edited(folder, change):
+    """The folder, with its manifest changed."""
+    file = folder / manifest.MANIFEST_FILE
+    values = json.loads(file.read_text())
+    change(values)
+    file.write_text(json.dumps(values))
+    return folder
+
+
 @pytest.mark.parametrize("name", ["/etc/passwd", "../other", "a/../../b", ""])
 def test_a_manifest_names_files_of_its_folder_only(tmp_path, name):
-    folder = save_checkpoint(tmp_path, 2)
-    values = json.loads((folder / "manifest.json").read_text())
-    values["files"][name] = {"size": 1, "xxh3_128": "0"}
-    (folder / "manifest.json").write_text(json.dumps(values))
+    entry = {name: {"size": 1, "xxh3_128": "0"}}
+    folder = edited(save_checkpoint(tmp_path, 2), lambda values: values["files"].update(entry))
     with pytest.raises(RuntimeError, match="lies outside the folder"):
         Manifest.read(folder)
 
 
 @pytest.mark.parametrize("name", ["model-\0-of-1.safetensors", "model-\ud800-of-1.safetensors"])
 def test_a_manifest_with_a_name_that_no_file_has_is_damage(tmp_path, name):
-    folder = save_checkpoint(tmp_path, 2)
-    values = json.loads((folder / "manifest.json").read_text())
-    values["files"][name] = {"size": 1, "xxh3_128": "0"}
-    (folder / "manifest.json").write_text(json.dumps(values))
+    entry = {name: {"size": 1, "xxh3_128": "0"}}
+    folder = edited(save_checkpoint(tmp_path, 2), lambda values: values["files"].update(entry))
     (problem,) = examine(folder).problems
     assert "has a name that no file can have" in problem
     with pytest.raises(RuntimeError, match="manifest.json is damaged"):
         check_weights(folder)
-
-
-def test_other_files_in_the_folder_do_not_matter(tmp_path):
-    folder = save_checkpoint(tmp_path, 2)
-    (folder / "README.md").write_text("a model card")
-    assert not examine(folder).problems
 
 
 def test_auto_begins_nothing_anew_where_no_checkpoint_can_be_used(tmp_path):
@@ -130,14 +123,8 @@ def test_without_verification_sizes_still_count(tmp_path):
     assert checkpoint_to_resume(resuming(tmp_path, verify_checkpoint=False)) == good
 
 
-def as_of_an_earlier_version(folder):
-    (folder / "manifest.json").unlink()
-    (folder / "trainer_state.json").write_text('{"step": 4}')
-    return folder
-
-
 def test_a_checkpoint_of_an_earlier_version_is_used_and_said_to_be_unverified(tmp_path, caplog):
-    older, newer = (as_of_an_earlier_version(save_checkpoint(tmp_path, step)) for step in (2, 4))
+    older, newer = (without_manifest(save_checkpoint(tmp_path, step)) for step in (2, 4))
     assert checkpoint_to_resume(resuming(tmp_path)) == newer
     assert "checkpoint-4 is not verified: it has no manifest.json" in caplog.text
     DAMAGE["truncated"](newer / "optimizer.safetensors")
@@ -163,12 +150,6 @@ def test_ranks_share_the_reading_and_come_to_one_verdict(tmp_path, monkeypatch):
     assert all(read)
 
 
-def test_shares_are_of_about_as_many_bytes():
-    files = {f"{number}": FileSum(size, "") for number, size in enumerate((9, 5, 4, 4, 3, 1))}
-    shares = [shared_out(files, rank, 3) for rank in range(3)]
-    assert [sum(file.size for file in share.values()) for share in shares] == [9, 9, 8]
-
-
 def test_a_file_of_pieces_is_verified_piece_by_piece_on_all_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest, "PIECE_BYTES", 16)
     monkeypatch.setattr(manifest, "CHUNK_BYTES", 8)
@@ -184,19 +165,16 @@ def test_a_file_of_pieces_is_verified_piece_by_piece_on_all_ranks(tmp_path, monk
     assert sum(map(len, found)) == 1
     (problem,) = examine(folder).problems
     assert problem.startswith("model.safetensors does not have the checksum")
-    text = json.loads((folder / manifest.MANIFEST_FILE).read_text())
-    del text["files"]["model.safetensors"]["pieces"][1]
-    (folder / manifest.MANIFEST_FILE).write_text(json.dumps(text))
+    edited(folder, lambda values: values["files"]["model.safetensors"]["pieces"].pop(1))
     with pytest.raises(RuntimeError, match="of model.safetensors bytes 16 to 32 are of no piece"):
         Manifest.read(folder)
 
 
 @pytest.mark.parametrize(("number", "is_read"), [(1, True), (2, True), (3, False)])
 def test_manifests_of_before_are_read_and_later_ones_refused(tmp_path, number, is_read):
-    folder = save_checkpoint(tmp_path, 2)
-    values = json.loads((folder / "manifest.json").read_text())
-    assert values["format"] == 2
-    (folder / "manifest.json").write_text(json.dumps(values | {"format": number}))
+    folder = edited(save_checkpoint(tmp_path, 2), lambda values: values.update(format=number))
+    # Other files in the folder do not matter.
+    (folder / "README.md").write_text("a model card")
     problems = examine(folder).problems
     assert not problems if is_read else "format 3" in problems[0]
 

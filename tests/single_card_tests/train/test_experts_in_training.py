@@ -1,11 +1,4 @@
-"""Training a model with experts.
-
-Guarantees: a step's loss is the cross entropy over all target tokens plus the mean of the auxiliary
-losses over micro-batches and data shards, and its gradients are those of that loss; evaluation
-reports cross entropy only; runs report tokens per expert, also for layers on other ranks, and runs
-of dense models do not; padding to a multiple changes neither losses nor tokens per expert, and
-leaving it out reads nothing on the host; pipeline stages in sequence equal the unsharded model.
-"""
+"""Training a model with experts: its auxiliary losses, and the tokens per expert in metrics."""
 
 import json
 from pathlib import Path

@@ -1,12 +1,6 @@
-"""AdamW over flat buckets.
+"""AdamW over flat buckets. The oracle is the same `Optimizer` without buckets.
 
-Guarantees: parameters, moments and powers of beta have the bits of an update per tensor, with
-learning rates and decay by part, half-precision parameters and steps in which some parameters have
-no gradient, also where a sum over ranks has filled it; a bad step changes nothing; saved state is
-the same and is taken by either; an update moves at most 30 bytes per parameter, and launches a
-number of kernels that does not grow with the number of tensors. The oracle is the same `Optimizer`
-without buckets.
-"""
+Numbers of launches, and bytes that an update moves, are counted."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -94,8 +88,8 @@ def trained(flat: bool, batches, ranks=ONE_RANK, **settings):
     return model, optimizer
 
 
-@pytest.mark.parametrize("steps", ["itit", "ti"])
-def test_flat_updates_have_the_bits_of_updates_per_tensor(steps):
+@pytest.mark.parametrize(("steps", "elements"), [("itit", None), ("ti", None), ("it", 512)])
+def test_flat_updates_have_the_bits_of_updates_per_tensor(steps, elements, monkeypatch):
     """In a step without images the tower has no gradient: it is not updated, and its powers of beta
     stay behind."""
     batches = [{"i": IMAGES, "t": TEXT}[step] for step in steps]
@@ -104,7 +98,11 @@ def test_flat_updates_have_the_bits_of_updates_per_tensor(steps):
         # The tower is in the same buckets as the language model.
         settings["part_learning_rates"] = {}
     wanted = trained(False, batches, **settings)
+    if elements is not None:
+        # Many small buckets.
+        monkeypatch.setattr(flat_buckets, "BUCKET_ELEMENTS", elements)
     found = trained(True, batches, **settings)
+    assert (len(found[1].tensors) > 12) == (elements is not None)
     assert_same_bits(state_of(*found), state_of(*wanted))
     assert all(parameter.grad is None for parameter in found[0].parameters())
     powers = {
@@ -139,18 +137,6 @@ def test_clipping_by_one_norm_has_the_same_bits(monkeypatch):
     assert_same_bits(state_of(*found), state_of(*wanted))
     per_tensor, flat = norms[:2], norms[2:]
     np.testing.assert_allclose([float(n) for n in flat], [float(n) for n in per_tensor], rtol=1e-5)
-
-
-def test_a_bad_step_changes_nothing():
-    model, optimizer = trained(True, [IMAGES, TEXT])
-    before = state_of(model, optimizer)
-    bad = IMAGES | {"pixel_values": IMAGES["pixel_values"].copy()}
-    bad["pixel_values"][3, 5] = np.inf
-    result = train_step(vl_runner(model), optimizer, micro_batches(IMAGES, bad), 0.01)
-    assert not bool(result.is_good)
-    assert_same_bits(state_of(model, optimizer), before)
-    train_step(vl_runner(model), optimizer, micro_batches(IMAGES), 0.01)
-    assert (model.hf_state_dict()["lm_head.weight"] != before["lm_head.weight"]).any()
 
 
 @pytest.mark.parametrize("flat_first", [False, True], ids=["to buckets", "from buckets"])
@@ -356,11 +342,3 @@ def test_buckets_are_limited_in_elements(monkeypatch):
     made = list(flat_buckets.grouped((paddle.zeros([size]), key) for size, key in sizes))
     # Tensors are padded; a larger one has a bucket of its own.
     assert sorted(made) == [("a", [0, 1, 3]), ("a", [4]), ("a", [5]), ("b", [2])]
-
-
-def test_many_small_buckets_have_the_same_bits(monkeypatch):
-    wanted = trained(True, [IMAGES, TEXT], max_grad_norm=0.0)
-    monkeypatch.setattr(flat_buckets, "BUCKET_ELEMENTS", 512)
-    found = trained(True, [IMAGES, TEXT], max_grad_norm=0.0)
-    assert len(found[1].tensors) > 2 * len(wanted[1].tensors)
-    assert_same_bits(state_of(*found), state_of(*wanted))

@@ -1,11 +1,4 @@
-"""LoRA runs of pi07.
-
-Guarantees: the forms of openpi and LeRobot adapt and train what these do, with their ranks and
-scalings; nothing else changes; checkpoints hold PEFT's files under OpenTau's names, with statistics
-and configuration, and final/ the merged policy, which `merge` makes of a checkpoint too, a
-parameter at a time; all have the same evaluation loss; a resumed run is bit-identical; what
-contradicts itself is refused.
-"""
+"""LoRA runs of pi07, in the forms of openpi and LeRobot and of a planner."""
 
 import json
 import re
@@ -18,43 +11,27 @@ from safetensors.numpy import load_file
 
 from paddle_vl.checkpoint.reading import UnreadParameters
 from paddle_vl.cli.main import main
-from paddle_vl.config.load import load_run_config
 from paddle_vl.families.pi07 import policy
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
-from paddle_vl.train.build import build_trainer
-from tests.single_card_tests.train.tiny_policy_run import MODEL, PLANNER, write_tiny_policy_run
+from tests.single_card_tests.train.run_kinds import policy_base
+from tests.single_card_tests.train.tiny_policy_run import PLANNER, write_tiny_policy_run
+from tests.single_card_tests.train.whole_runs import build
 from tests.support.finished_runs import metrics_of
 
 PREFIX = "base_model.model."
 LAYERS = "model.gemma3_with_expert.interleaved_layers"
 ADAPTER = "adapter_model.safetensors"
-GEMMA = Path(__file__).parents[2] / "golden" / "pi07_start" / "hub_same"
 
 
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory) -> Path:
-    """Settings of a run beside a base policy."""
-    path = write_tiny_policy_run(tmp_path_factory.mktemp("run"))
-    train(path, path.with_name("of_base"), "train.max_steps=1", "train.learning_rate=0.0")
-    shutil.move(path.with_name("of_base") / "final", path.with_name("base"))
-    return path
+    run_file = write_tiny_policy_run(tmp_path_factory.mktemp("run"))
+    return policy_base(run_file, "train.learning_rate=0.0")
 
 
 def train(run_file: Path, output_dir: Path, *overrides: str) -> Path:
-    config = load_run_config(run_file, [f"train.output_dir={output_dir}", *overrides])
-    assert build_trainer(config).run() is None
+    assert build(run_file, output_dir, *overrides).run() is None
     return output_dir
-
-
-def adapted(run_file: Path, lora: str, *more: str) -> list[str]:
-    base = f"model.pretrained={run_file.with_name('base')}"
-    return ["model.config=null", base, f"model.lora={lora}", *more]
-
-
-def openpi(run_file: Path, *more: str) -> list[str]:
-    data = f"data.eval=[{run_file.with_name('arm-joint.jsonl')}]"
-    settings = ("train.save_steps=2", "model.policy.dropout=0.1", "train.recompute=full", data)
-    return adapted(run_file, "openpi", *settings, *more)
 
 
 def weights(folder: Path) -> dict[str, np.ndarray]:
@@ -63,7 +40,10 @@ def weights(folder: Path) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def trained(run_file, tmp_path_factory) -> Path:
-    return train(run_file, tmp_path_factory.mktemp("lora") / "out", *openpi(run_file))
+    return train(
+        run_file, tmp_path_factory.mktemp("lora") / "out", "model.lora=openpi",
+        "train.save_steps=2", f"data.eval=[{run_file.with_name('arm-joint.jsonl')}]",
+    )  # fmt: skip
 
 
 def test_openpis_form_trains_adapters_of_both_streams_and_the_rest_in_full(trained, run_file):
@@ -124,19 +104,9 @@ def test_all_that_a_run_leaves_is_the_same_policy(trained, run_file, tmp_path, c
             assert (array != base[name]).any() == is_adapted, name
 
 
-def test_a_resumed_run_is_bit_identical(trained, run_file, tmp_path):
-    shutil.copytree(trained / "checkpoint-2", tmp_path / "checkpoint-2")
-    train(run_file, tmp_path, *openpi(run_file, "train.resume_from_checkpoint=auto"))
-    for name in (ADAPTER, "optimizer.safetensors"):
-        expected, found = (load_file(f / "checkpoint-4" / name) for f in (trained, tmp_path))
-        assert found.keys() == expected.keys()
-        for key, array in expected.items():
-            np.testing.assert_array_equal(found[key], array, err_msg=key)
-
-
 def test_lerobots_form_starts_from_the_base_and_changes_nothing_in_full(run_file, tmp_path):
     statistics = f"data.statistics={run_file.with_name('statistics.json')}"
-    train(run_file, tmp_path, *adapted(run_file, "lerobot", statistics, "train.learning_rate=0.0"))
+    train(run_file, tmp_path, "model.lora=lerobot", statistics, "train.learning_rate=0.0")
     stored = [name.removeprefix(PREFIX) for name in load_file(tmp_path / "checkpoint-4" / ADAPTER)]
     modules = {name.split(".lora_")[0] for name in stored if "normalize" not in name}
     projections = ("state_proj", "action_in_proj", "action_out_proj", "time_mlp_in", "time_mlp_out")
@@ -154,28 +124,12 @@ def test_lerobots_form_starts_from_the_base_and_changes_nothing_in_full(run_file
 
 
 def test_a_planner_is_adapted_too(run_file, tmp_path):
-    planner = f"model.config={json.dumps(PLANNER)}"
-    train(run_file, tmp_path / "base", planner, "train.max_steps=1", "train.learning_rate=0.0")
+    planner = ["model.pretrained=null", f"model.config={json.dumps(PLANNER)}"]
+    train(run_file, tmp_path / "base", *planner, "train.max_steps=1", "train.learning_rate=0.0")
     base = tmp_path / "base" / "final"
     lora = "{r: 2, use_dora: true, target_modules: [all-linear], exclude_modules: [vision]}"
-    settings = adapted(run_file, lora, f"model.pretrained={base}", "train.max_steps=2")
+    settings = [f"model.lora={lora}", f"model.pretrained={base}", "train.max_steps=2"]
     train(run_file, tmp_path / "out", *settings)
     found, before = weights(tmp_path / "out" / "final"), weights(base)
     changed = {name for name, array in found.items() if (array != before[name]).any()}
     assert changed == {name for name in found if "backbone_layer" in name and "_proj" in name}
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["model.policy.freeze_vision_encoder=true"], r"freezes, such as .*set model\.policy"),
-        (["model.lora=openpy"], "there are openpi and lerobot"),
-        (["model.lora={target_modules: [expert], rank_pattern: {expertt: 2}}"], "'expertt' fits"),
-        (["model.pretrained=null", "model.config={type: pi07_low_level}"], "pretrained is not set"),
-        (["train.ema={decay: 0.9}"], r"set train\.ema=null"),
-        ([f"model.pretrained={GEMMA}", f"model.config={json.dumps(MODEL)}"], "of an expert"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(run_file, tmp_path, settings, message):
-    with pytest.raises(ValueError, match=message):
-        train(run_file, tmp_path, *adapted(run_file, "openpi", *settings))

@@ -1,10 +1,4 @@
-"""Stages of pretraining: a model is assembled, its mergers learn, then everything.
-
-Guarantees: an assembled model has the language model of a Qwen3, the tower of a Qwen3-VL of another
-width, and new mergers; a stage that freezes parts changes the others only; the next stage starts
-from its final model with a new optimizer and a schedule of its own; parts that do not fit are
-refused before a file is written.
-"""
+"""Stages of pretraining: a model is assembled, its mergers learn, then everything."""
 
 import json
 

@@ -1,12 +1,4 @@
-"""The moving average of the weights (`train.ema`).
-
-Guarantees: it follows its formula in float32, for float32 and half-precision parameters, in buckets
-and without; a skipped update does not move it; nothing is read by the host; exchanging it with the
-weights twice changes no bit; the decays are openpi's and LeRobot's; evaluations use it and final/
-holds it, checkpoints hold it beside the live weights, and a resumed run is bit-identical.
-"""
-
-import shutil
+"""The moving average of the weights (`train.ema`), in buckets and without, and in a run."""
 
 import numpy as np
 import paddle
@@ -15,14 +7,13 @@ from paddle.base.framework import EagerParamBase
 from safetensors.numpy import load_file
 
 from paddle_vl.cli.main import main
-from paddle_vl.config.load import load_run_config
 from paddle_vl.config.schema import EMAConfig, TrainConfig
 from paddle_vl.nn.master_weights import MasterWeights
 from paddle_vl.testing import record_host_reads
-from paddle_vl.train.build import build_trainer
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.schedule import average_decay
 from tests.single_card_tests.train.tiny_run import write_tiny_run
+from tests.single_card_tests.train.whole_runs import build, evaluated
 from tests.support.finished_runs import arrays_of, metrics_of
 from tests.support.states import states_of
 
@@ -88,16 +79,15 @@ def test_decays_of_openpi_and_lerobot():
 
 
 def train(run_file, output_dir, *more: str) -> None:
-    settings = [f"train.output_dir={output_dir}", "train.ema={decay: 0.6}", "train.save_steps=2"]
-    settings += [f"data.eval=[{run_file.with_name('test.jsonl')}]", "train.eval_steps=2", *more]
-    assert build_trainer(load_run_config(run_file, settings)).run() is None
+    data = run_file.with_name("test.jsonl")
+    given = ["train.ema={decay: 0.6}", *evaluated(data), *more]
+    assert build(run_file, output_dir, *given).run() is None
 
 
-def test_a_run_evaluates_and_leaves_the_average_and_goes_on_from_the_weights(tmp_path, capsys):
+def test_a_run_evaluates_and_leaves_the_average(tmp_path, capsys):
     run_file = write_tiny_run(tmp_path)
     train(run_file, tmp_path / "out")
-    plain = ["train.ema=null", f"train.output_dir={tmp_path / 'plain'}"]
-    train(run_file, tmp_path / "plain", *plain)
+    train(run_file, tmp_path / "plain", "train.ema=null")
     found, other = (arrays_of(tmp_path / name / "checkpoint-4") for name in ("out", "plain"))
     assert found.keys() - other.keys() == {f"{n}/ema" for n in other if "/" not in n}
     for name, array in other.items():
@@ -109,16 +99,6 @@ def test_a_run_evaluates_and_leaves_the_average_and_goes_on_from_the_weights(tmp
             name
         )
     lines = [line for line in metrics_of(tmp_path / "out") if "eval_loss" in line]
-    (tmp_path / "again").mkdir()
-    shutil.copytree(tmp_path / "out" / "checkpoint-2", tmp_path / "again" / "checkpoint-2")
-    resume = "train.resume_from_checkpoint=auto"
-    with pytest.raises(ValueError, match=r"train\.ema\.decay: 0\.6 -> 0\.7"):
-        train(run_file, tmp_path / "again", resume, "train.ema.decay=0.7")
-    train(run_file, tmp_path / "again", resume)
-    for name, array in arrays_of(tmp_path / "again" / "checkpoint-4").items():
-        np.testing.assert_array_equal(array, found[name], err_msg=name)
-    again = [line for line in metrics_of(tmp_path / "again") if "eval_loss" in line]
-    assert again[-1]["eval_loss"] == lines[-1]["eval_loss"]
     # Last, since a command turns compiled kernels on.
     assert main(["evaluate", str(tmp_path / "out"), "--data", str(tmp_path / "test.jsonl"),
                  "--max-new-tokens", "1"]) == 0  # fmt: skip
