@@ -67,16 +67,6 @@ def test_positions_equal_a_token_by_token_walk(samples, pad_left):
         assert deltas_B[b] == next_position - real.sum()
 
 
-def test_worked_example_of_the_specification():
-    ids = token_rows([1, 2, 3, 4, 5, 62, ("image", 6), 7])
-    found, _ = mrope_position_ids(ids, image_grid_thw=np.array([[1, 4, 6]]), **IDS)
-    assert found[:, 0, :6].tolist() == [[0, 1, 2, 3, 4, 5]] * 3
-    assert found[0, 0, 6:12].tolist() == [6] * 6
-    assert found[1, 0, 6:12].tolist() == [6, 6, 6, 7, 7, 7]
-    assert found[2, 0, 6:12].tolist() == [6, 7, 8, 6, 7, 8]
-    assert found[:, 0, 12].tolist() == [9, 9, 9]
-
-
 def test_time_does_not_advance_inside_a_video_frame_and_frames_are_items_of_their_own():
     ids = token_rows([5, ("video", 2), 6, ("video", 2), 7])
     found, _ = mrope_position_ids(ids, video_grid_thw=np.array([[2, 2, 4]]), **IDS)

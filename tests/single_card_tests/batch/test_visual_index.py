@@ -208,20 +208,6 @@ def test_the_ranks_together_take_every_embedding_once(size, layout):
     assert sorted(taken.tolist()) == list(range(17))
 
 
-def test_a_remainder_gives_the_first_ranks_one_row_more():
-    assert [RowPart(rank, 4, uneven=True).bounds(6) for rank in range(4)] == [
-        (0, 2), (2, 4), (4, 5), (5, 6),
-    ]  # fmt: skip
-
-
-def test_an_all_text_batch_carries_empty_arrays():
-    found = host_visual_indices(token_rows([1, 2, 3]), **IDS)
-    assert {name: array.size for name, array in found.items()} == {
-        "visual_update_indices": 0,
-        "visual_gather_indices": 0,
-    }
-
-
 OF_2: dict = {"num_image_rows": 2}
 # Rows of ids, arguments, and what is said.
 REFUSED = [

@@ -180,16 +180,22 @@ def assert_equals_plain(run, inputs, tolerance=1e-5):
         np.testing.assert_allclose(mine, plain, atol=tolerance * np.abs(plain).max())
 
 
-CHUNKS = pytest.mark.parametrize("chunk", [1, 1 << 20, 8 << 20], ids=["heads", "some", "all"])
-
-
-@CHUNKS
+@pytest.mark.parametrize("chunk", [1, 1 << 20, 8 << 20], ids=["heads", "some", "all"])
+@pytest.mark.parametrize("queries", [50, 300], ids=["one block", "blocks"])
 @pytest.mark.parametrize("has_library", [True, False], ids=["oneDNN", "Paddle"])
-def test_heads_are_computed_in_chunks(monkeypatch, chunk, has_library):
+def test_heads_are_computed_in_chunks_with_their_own_masks(
+    monkeypatch, chunk, queries, has_library
+):
     if not has_library:
         monkeypatch.setattr(onednn, "is_available", lambda: False)
     monkeypatch.setattr(attention, "_CHUNK_BYTES", chunk)
-    assert_equals_plain(causal_attention, qkv())
+    assert_equals_plain(causal_attention, qkv(queries))
+    visible = np.random.default_rng(4).random([2, queries, 300]) < 0.3
+    mask = AttentionMask(paddle.to_tensor(visible))
+    q, k, v = qkv()
+    q = q.detach()[:, :queries]
+    q.stop_gradient = False
+    assert_equals_plain(lambda *x: masked_attention(*x, mask, 0.3, "sdpa"), [q, k, v])
 
 
 @pytest.mark.parametrize(
@@ -222,18 +228,6 @@ def test_a_query_without_a_key_gets_the_average_or_zero(kind):
     wanted = v[1].mean(axis=0).repeat_interleave(2, axis=0) * (kind == "eager")
     np.testing.assert_allclose(out[1, 250].numpy(), wanted.numpy(), atol=1e-6)
     assert_equals_plain(lambda *x: masked_attention(*x, mask, 0.3, kind), [q, k, v])
-
-
-@CHUNKS
-@pytest.mark.parametrize("queries", [50, 300], ids=["one block", "blocks"])
-def test_chunks_of_heads_have_their_own_masks(monkeypatch, chunk, queries):
-    monkeypatch.setattr(attention, "_CHUNK_BYTES", chunk)
-    visible = np.random.default_rng(4).random([2, queries, 300]) < 0.3
-    mask = AttentionMask(paddle.to_tensor(visible))
-    q, k, v = qkv()
-    q = q.detach()[:, :queries]
-    q.stop_gradient = False
-    assert_equals_plain(lambda *x: masked_attention(*x, mask, 0.3, "sdpa"), [q, k, v])
 
 
 def test_keys_that_a_block_does_not_see_are_not_multiplied(monkeypatch):

@@ -14,8 +14,6 @@ from paddle_vl.nn.attention import (
     RotaryTables,
     apply_rotary,
     interleaved_mrope_axis,
-    inverse_frequencies,
-    mrope_tables,
 )
 from paddle_vl.nn.head_loss import next_token_targets, num_targets, summed_cross_entropy
 from paddle_vl.nn.linear import Linear, linear
@@ -192,16 +190,6 @@ def test_interleaved_axes_of_the_specification():
     assert "".join("THW"[axis] for axis in interleaved_mrope_axis(8, [4, 2, 2])) == "THWTHWTT"
     published = "".join("THW"[axis] for axis in interleaved_mrope_axis(64, [24, 20, 20]))
     assert published == "THW" * 20 + "TTTT"
-
-
-def test_each_slot_rotates_by_its_own_axis():
-    position_3BL = np.array([[[1, 10]], [[2, 20]], [[3, 30]]])
-    cos, sin = mrope_tables(paddle.to_tensor(position_3BL), 16, 100.0, [4, 2, 2])
-    frequency = inverse_frequencies(8, 100.0)
-    axis = interleaved_mrope_axis(8, [4, 2, 2])
-    angle = position_3BL[axis, 0].T * frequency
-    np.testing.assert_allclose(cos[0].numpy(), np.cos(np.tile(angle, 2)), atol=1e-5)
-    np.testing.assert_allclose(sin[0].numpy(), np.sin(np.tile(angle, 2)), atol=1e-5)
 
 
 def test_the_tanh_and_the_exact_gelu_are_told_apart():

@@ -14,7 +14,6 @@ import pytest
 from paddle_vl.nn.attention import PackedSamples
 from paddle_vl.nn.delta_rule import (
     CHUNK,
-    Chunks,
     causal_conv_silu,
     chunked_size,
     gated_delta_rule,
@@ -155,14 +154,6 @@ def test_rows_before_the_first_token_leave_the_state_zero():
     wanted, last = gated_delta_rule(*tensors(arrays), keeps_state=True)
     np.testing.assert_allclose(found.numpy()[:, 40:], wanted.numpy(), atol=2e-6)
     np.testing.assert_allclose(state.numpy(), last.numpy(), atol=2e-6)
-
-
-def test_the_longest_sequences_come_first_and_none_is_lost():
-    chunks = Chunks((0, 3, 133, 134, 264))
-    assert (chunks.size, chunks.active) == (64, [4, 2, 2])
-    assert chunks.order_S.tolist() == [1, 3, 0, 2]
-    assert len(set(chunks.place_T.tolist())) == 264
-    assert Chunks((0, 5, 10)).size == 5
 
 
 @pytest.mark.parametrize("case", ["plain", "packed", "with a state"])

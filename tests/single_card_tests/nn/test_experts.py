@@ -11,9 +11,6 @@ from paddle_vl.nn.experts import (
     GroupSizes,
     RoutedRows,
     grouped_linear,
-    permute_rows,
-    sort_by_expert,
-    unpermute_rows,
 )
 from paddle_vl.testing import forbid_host_reads
 
@@ -104,26 +101,6 @@ def test_plain_experts_and_the_gpu_kernel_of_few_rows_read_nothing_on_the_host(k
     indices_TK = paddle.to_tensor(CHOICES["mixed"])
     with forbid_host_reads(), use_kernels(kernels):
         module(x_TD, indices_TK, weights_TK).sum().backward()
-
-
-def test_rows_are_sorted_by_expert_and_within_one_by_token():
-    dispatch = sort_by_expert(paddle.to_tensor(CHOICES["mixed"]), NUM_EXPERTS)
-    assert dispatch.counts.tolist() == [4, 3, 0, 5, 2]
-    # Expert 0 is the first choice of tokens 0 and 5 and the second choice of tokens 2 and 6.
-    assert dispatch.order.tolist()[:4] == [0, 5, 10, 13]
-    rows = permute_rows(paddle.arange(TOKENS, dtype="float32").unsqueeze(1), dispatch)
-    assert rows.reshape([-1]).tolist()[:4] == [0, 2, 5, 6]
-    back = unpermute_rows(rows, dispatch, paddle.full([TOKENS, 2], 0.5))
-    assert back.reshape([-1]).tolist() == list(range(TOKENS))
-
-
-def test_the_counts_of_the_last_call_stay_in_the_layer():
-    module, (x_TD, weights_TK) = layer(), inputs()
-    assert module.tokens_per_expert is None
-    module(x_TD, paddle.to_tensor(CHOICES["some have none"]), weights_TK)
-    module(x_TD, paddle.to_tensor(CHOICES["mixed"]), weights_TK)
-    assert module.tokens_per_expert.tolist() == [4, 3, 0, 5, 2]
-    assert module.tokens_per_expert.stop_gradient
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

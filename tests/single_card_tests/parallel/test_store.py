@@ -55,6 +55,16 @@ def close(*present: Membership) -> None:
             one._socket.shutdown(socket.SHUT_RDWR)
 
 
+@contextlib.contextmanager
+def joined(num_ranks: int):
+    """Yields the port, the process and all ranks, which have joined."""
+    with running_store(num_ranks) as (port, process):
+        present = members(port, num_ranks)
+        assert all_join(present) == [None] * num_ranks
+        yield port, process, present
+        close(*present)
+
+
 def test_paddle_s_client_has_its_store():
     with running_store(1) as (port, _):
         first, second = (core.TCPStore(HOST, port, False, 1, 10) for _ in range(2))
@@ -125,9 +135,8 @@ def test_a_rank_that_ends_before_all_have_come_is_named_at_once():
 
 
 def test_nobody_waits_for_a_key_when_a_rank_has_ended():
-    with running_store(2) as (port, _), ThreadPoolExecutor(1) as pool:
-        present, store = members(port, 2), core.TCPStore(HOST, port, False, 1, 10)
-        assert all_join(present) == [None, None]
+    with joined(2) as (port, _, present), ThreadPoolExecutor(1) as pool:
+        store = core.TCPStore(HOST, port, False, 1, 10)
         store.set("there", "1")
         waiting = pool.submit(store.wait, "never")
         time.sleep(0.1)
@@ -138,7 +147,6 @@ def test_nobody_waits_for_a_key_when_a_rank_has_ended():
         other = core.TCPStore(HOST, port, False, 1, 10)
         other.wait("there")
         assert bytes(other.get("there")) == b"1"
-        close(present[0])
 
 
 def test_the_time_for_a_key_is_limited(monkeypatch):
@@ -193,9 +201,7 @@ def test_what_is_no_message_ends_its_connection_alone(message):
 
 
 def test_ranks_exchange_values_and_the_store_keeps_none():
-    with running_store(2) as (port, _), ThreadPoolExecutor(1) as pool:
-        first, second = members(port, 2)
-        assert all_join([first, second]) == [None, None]
+    with joined(2) as (_, _, (first, second)), ThreadPoolExecutor(1) as pool:
         for value in ("b", "c"):
             waiting = pool.submit(first.meet, "here", [0, 1], "a")
             answer = second.meet("here", [0, 1], value)
@@ -208,14 +214,11 @@ def test_ranks_exchange_values_and_the_store_keeps_none():
         waiting = pool.submit(first.meet, "there", [0, 1])
         close(second)
         assert waiting.result(LONG / 2)["ended"] == [1]
-        close(first)
 
 
 @pytest.mark.parametrize("how", ["ends", "fails", "is late"])
 def test_a_rank_that_does_not_come_to_all_others_is_named(how):
-    with running_store(3) as (port, _), ThreadPoolExecutor(2) as pool:
-        present = members(port, 3)
-        assert all_join(present) == [None] * 3
+    with joined(3) as (_, _, present), ThreadPoolExecutor(2) as pool:
         arrived = [pool.submit(one.wait_for_all) for one in present[:2]]
         present[2].wait_for_all()
         assert [done.result(LONG) for done in arrived] == [None, None]
@@ -230,13 +233,10 @@ def test_a_rank_that_does_not_come_to_all_others_is_named(how):
         for rank, done in enumerate(arrived):
             told = f"rank {rank}: a collective failed: {said}; see the log of rank 2 for the cause"
             assert str(done.exception(5)).startswith(told)
-        close(*present)
 
 
 def test_it_ends_with_the_process_that_started_it():
-    with running_store(2) as (port, process):
-        present = members(port, 2)
-        assert all_join(present) == [None, None]
+    with joined(2) as (_, process, present):
         # The state after rank 0 is killed.
         process.stdin.close()
         close(present[0])

@@ -37,38 +37,28 @@ def test_degrees_that_do_not_fit_are_refused_together_before_fleet_starts():
     assert not dist.is_initialized()
 
 
-def test_samples_split_over_dp_then_sharding():
-    """Ranks 0 to 5 of dp 3 x sharding 2 take shards 0 to 5."""
-    degrees = ParallelDegrees(dp_degree=3, sharding_degree=2)
-    for rank in range(6):
-        topology = Topology(
-            degrees,
-            rank,
-            dp_group=_group(rank // 2, 3),
-            mp_group=_group(0, 1),
-            pp_group=_group(0, 1),
-            sharding_group=_group(rank % 2, 2),
-            ep_group=_group(0, 1),
-            expert_sharding_group=_group(rank % 2, 2),
-            expert_dp_group=_group(rank // 2, 3),
-        )
-        assert (topology.data_rank, topology.data_size) == (rank, 6)
-        assert topology.describe() == f"rank {rank} (dp {rank // 2}, sharding {rank % 2})"
+# Sizes of dp, sharding and cp, and of each rank its data rank and description.
+SPLITS = [
+    ((3, 2, 1), lambda r: r, lambda r: f"rank {r} (dp {r // 2}, sharding {r % 2})"),
+    # Slices of a sample have one data rank.
+    ((1, 4, 2), lambda r: r // 2, lambda r: f"rank {r} (sharding {r}, cp {r % 2})"),
+]
 
 
-def test_slices_of_a_sample_have_one_data_rank():
-    """Ranks 0 to 3 of sharding 4 in two groups of context parallelism."""
-    degrees = ParallelDegrees(sharding_degree=4, cp_degree=2)
+@pytest.mark.parametrize(("sizes", "data_rank", "described"), SPLITS)
+def test_samples_split_over_dp_then_sharding(sizes, data_rank, described):
+    dp, sharding, cp = sizes
+    given = ParallelDegrees(dp_degree=dp, sharding_degree=sharding, cp_degree=cp)
     one = _group(0, 1)
-    for rank in range(4):
-        sharding, cp = _group(rank, 4), _group(rank % 2, 2)
-        groups = [one, one, one, sharding, one, sharding, one]
-        topology = Topology(degrees, rank, *groups, cp_group=cp)
-        assert (topology.data_rank, topology.data_size) == (rank // 2, 2)
-        assert topology.describe() == f"rank {rank} (sharding {rank}, cp {rank % 2})"
+    for rank in range(dp * sharding):
+        of_dp, own = _group(rank // sharding, dp), _group(rank % sharding, sharding)
+        groups = [of_dp, one, one, own, one, own, of_dp]
+        topology = Topology(given, rank, *groups, cp_group=_group(rank % cp, cp))
+        assert (topology.data_rank, topology.data_size) == (data_rank(rank), dp * sharding // cp)
+        assert topology.describe() == described(rank)
         ranks = FleetRanks(topology)
-        assert ranks.counts_data == ranks.counts_losses == (rank % 2 == 0)
-        # Their rows are others.
+        assert ranks.counts_data == ranks.counts_losses == (rank % cp == 0)
+        # Rows of slices are others.
         assert ranks.random_place == (rank, 0)
 
 

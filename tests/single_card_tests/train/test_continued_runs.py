@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
@@ -19,8 +18,6 @@ from paddle_vl.train.reporting.run_files import read_starts
 from tests.single_card_tests.train.batches import outcome
 from tests.single_card_tests.train.saved import flip
 from tests.single_card_tests.train.whole_runs import assert_same_run, build, evaluated, metrics_of
-from tests.support import forked
-from tests.support.finished_runs import metrics_of as run_metrics
 
 
 def test_resumed_run_is_bit_identical(whole_run, run_file, tmp_path):
@@ -68,30 +65,6 @@ def test_signal_saves_and_the_resumed_run_is_bit_identical(run_file, tmp_path, m
     resume = "train.resume_from_checkpoint=auto"
     assert build(run_file, tmp_path / "cut", *settings, resume).run() is None
     assert_same_run(tmp_path / "whole", tmp_path / "cut", begun_anew="sequence_length")
-
-
-def test_an_evaluation_that_a_signal_ends_is_done_when_the_run_continues(run_file, tmp_path):
-    settings = [*evaluated(run_file.with_name("test.jsonl")), "train.save_steps=null"]
-    build(run_file, tmp_path / "whole", *settings).run()
-    trainer = build(run_file, tmp_path / "cut", *settings)
-    evaluate = trainer.evaluate
-
-    def with_signal(received, asks):
-        os.kill(os.getpid(), signal.SIGTERM)
-        while received() is None:
-            time.sleep(0.01)
-        return evaluate(received, asks)
-
-    def losses(run):
-        lines = run_metrics(tmp_path / run)
-        return [(line["step"], line["eval_loss"]) for line in lines if "eval_loss" in line]
-
-    trainer.evaluate = with_signal
-    assert trainer.run() == signal.SIGTERM
-    assert losses("cut") == []
-    build(run_file, tmp_path / "cut", *settings, "train.resume_from_checkpoint=auto").run()
-    assert losses("cut") == losses("whole")
-    assert losses("cut")[0][0] == trainer.step
 
 
 def test_settings_that_trained_nothing_do_not_replace_those_that_did(run_file, tmp_path):
@@ -194,32 +167,6 @@ def test_a_write_that_fails_ends_the_run_at_a_step_behind_it(run_file, tmp_path,
     assert 10 < trainer.step < 20
     (start,) = read_starts(tmp_path)
     assert start["last_step"] == trainer.step
-
-
-def test_a_process_killed_in_the_middle_of_a_write_loses_nothing(run_file, tmp_path):
-    settings = [
-        *evaluated(run_file.with_name("test.jsonl")), "train.resume_from_checkpoint=auto",
-        "train.max_steps=6", "train.warmup_steps=1", "train.lr_scheduler_type=constant",
-    ]  # fmt: skip
-
-    script = str(Path(__file__).with_name("killed_save.py"))
-
-    def run(output_dir: Path, is_killed: bool = False) -> None:
-        # Processes of their own: the bits of a product depend on settings of the process.
-        done = forked.run(
-            [script, str(run_file), f"train.output_dir={output_dir}", *settings],
-            environment={"KILLED": str(int(is_killed))},
-        )
-        assert done.returncode == (-signal.SIGKILL if is_killed else 0), done.stderr
-
-    run(tmp_path, is_killed=True)
-    assert sorted(path.name for path in tmp_path.glob("*checkpoint-*")) == [
-        ".partial-checkpoint-4", "checkpoint-2",
-    ]  # fmt: skip
-    run(tmp_path)
-    assert read_starts(tmp_path)[-1]["first_step"] == 2
-    run(tmp_path / "whole")
-    assert_same_run(tmp_path / "whole", tmp_path)
 
 
 def test_training_does_not_start_from_damaged_weights(whole_run, run_file, tmp_path):

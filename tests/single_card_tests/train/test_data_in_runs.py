@@ -52,6 +52,8 @@ def test_settings_of_data_files_reach_them(run_file, data_file):
 
 def test_a_run_that_skips_trains_through_hostile_lines(run_file, data_file, tmp_path):
     write(data_file, *HOSTILE, *data_file.read_text().splitlines())
+    with pytest.raises(BadSampleError, match="jsonl:[123]: "):
+        build(run_file, "train.max_steps=1").run()
     assert build(run_file, "data.on_bad_sample=skip", "train.max_steps=1").run() is None
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["skipped_samples"] == 3

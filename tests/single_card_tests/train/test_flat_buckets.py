@@ -14,17 +14,21 @@ from paddle import _C_ops, profiler
 from paddle.base.framework import EagerParamBase
 
 from paddle_vl.config.schema import TrainConfig
-from paddle_vl.families.vlm.settings import PARTS
 from paddle_vl.nn import flat_buckets
 from paddle_vl.nn.flat_buckets import fill_gradient
 from paddle_vl.nn.master_weights import MasterWeights
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.testing import record_host_reads
 from paddle_vl.train import optimizer as optimizer_module
-from paddle_vl.train.freeze import decayed_names, freeze_parameters, rate_factors, trained_names
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.step import train_step
-from tests.single_card_tests.train.batches import image_batch, micro_batches, vl_runner
+from tests.single_card_tests.train.batches import (
+    assert_same_bits,
+    image_batch,
+    micro_batches,
+    optimizer_of,
+    vl_runner,
+)
 from tests.support.operators import recorded_operators
 from tests.support.states import states_of
 from tests.support.tiny import tiny_model
@@ -38,34 +42,14 @@ TEXT = {
 TEXT["input_ids"] = np.where(TEXT["input_ids"] >= 60, 9, TEXT["input_ids"])
 
 
-def build(model, flat: bool, store=None, **settings) -> Optimizer:
+def build(model, flat: bool, **settings) -> Optimizer:
     rates = {"vision": 1e-3, "mergers": 4e-3}
-    train = TrainConfig(
-        output_dir="o",
-        **{"weight_decay": 0.1, "learning_rate": 1e-2, "part_learning_rates": rates} | settings,
-    )
-    names = dict(model.hf_named_parameters())
-    trained = trained_names(names, ["*.layers.0.mlp.*"], parts=PARTS)
-    optimizer = Optimizer(
-        freeze_parameters(list(model.hf_named_parameters()), trained),
-        train,
-        decayed_names(names, train.weight_decay_exclude),
-        store,
-        rate_factors=rate_factors(train, trained, PARTS),
-    )
-    if flat:
-        optimizer.use_buckets()
-    return optimizer
+    given = {"weight_decay": 0.1, "learning_rate": 1e-2, "part_learning_rates": rates} | settings
+    return optimizer_of(model, ["*.layers.0.mlp.*"], flat, **given)
 
 
 def state_of(model, optimizer) -> dict[str, np.ndarray]:
     return model.hf_state_dict() | states_of(optimizer)
-
-
-def assert_same_bits(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
-    assert set(found) == set(wanted)
-    for name, array in wanted.items():
-        np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
 class OfTwo(SingleRank):

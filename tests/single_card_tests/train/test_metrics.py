@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import paddle
 import pytest
-from PIL import Image
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.families.pi07.prefix import presence_of
@@ -18,7 +17,6 @@ from paddle_vl.report.runs import read_runs
 from paddle_vl.report.summary import tables_of
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.reporting.metrics import StepMeter
-from paddle_vl.train.reporting.plots import draw_loss_curve
 from paddle_vl.train.reporting.reporter import by_rank, packed
 from paddle_vl.train.reporting.run_files import MetricsFile
 from paddle_vl.train.step import MicroBatch
@@ -136,13 +134,6 @@ def test_broken_line_in_the_middle_is_reported(tmp_path, broken):
     metrics.path.write_text('{"step": 1}\n' + broken + '\n{"step": 3}\n')
     with pytest.raises(RuntimeError, match=r"metrics\.jsonl:2 is not a metrics line"):
         metrics.read()
-
-
-@pytest.mark.parametrize("lines", [[], [{"step": 1, "loss": 2.0}, {"step": 2, "eval_loss": 1.0}]])
-def test_curve_is_a_picture(tmp_path, lines):
-    draw_loss_curve(lines, tmp_path / "loss.png")
-    with Image.open(tmp_path / "loss.png") as image:
-        assert image.size == (1280, 800)
 
 
 def line_of(*ranks: tuple[bool, list[list[tuple[int, ...]]]]) -> dict:

@@ -1,4 +1,4 @@
-"""A pi07 policy and a planner in the trainer, from files of demonstrations."""
+"""A pi07 policy and a planner in the trainer, from demonstrations and from LeRobot datasets."""
 
 import json
 from pathlib import Path
@@ -8,15 +8,26 @@ import pytest
 from safetensors.numpy import load_file
 
 from paddle_vl.config.families import family_of_folder
-from paddle_vl.config.load import load_run_config
+from paddle_vl.config.load import load_run_config, save_run_config
+from paddle_vl.data.lerobot.metadata import read_metadata
+from paddle_vl.data.lerobot.statistics import statistics
+from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.base import EvaluationOptions
 from paddle_vl.families.pi07.planner import PI07HighLevelPlanner
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
+from paddle_vl.families.pi07.recipe import PI07Recipe
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.evaluate import mean_losses
 from paddle_vl.train.step import ModelRunner
+from tests.single_card_tests.families.pi07.demonstration_builders import same
 from tests.single_card_tests.train.batches import count_calls
-from tests.single_card_tests.train.run_kinds import policy_base
+from tests.single_card_tests.train.run_kinds import (
+    FEATURES,
+    LANGUAGE,
+    policy_base,
+    with_mixture,
+    write_robot_run,
+)
 from tests.single_card_tests.train.tiny_policy_run import (
     MODEL,
     PLANNER,
@@ -128,11 +139,6 @@ def test_a_planner_refuses_demonstrations_without_its_texts(run_file, tmp_path, 
         family_of_folder(tmp_path).ask("evaluate", tmp_path, EvaluationOptions([str(file)], 2))
 
 
-def test_made_up_demonstrations_need_no_files(run_file, tmp_path):
-    overrides = ["data.train=[]", "data.synthetic_samples=24", "data.fields=[response, speed]"]
-    assert len(metrics_of(trained(run_file, tmp_path / "out", *overrides))) == 4
-
-
 @pytest.mark.parametrize("insulated", [True, False])
 @pytest.mark.parametrize("loss", ["MSE", "CE"])
 def test_a_loss_of_weight_zero_leaves_what_only_it_trains_alone(
@@ -209,3 +215,59 @@ def test_gradient_checkpointing_of_the_run_recomputes(frozen, tmp_path):
         trainer.run()
         counts.append(len(calls))
     assert counts[1] == 2 * counts[0]
+
+
+@pytest.fixture(scope="module")
+def robot_file(tmp_path_factory) -> Path:
+    return write_robot_run(tmp_path_factory.mktemp("run"))
+
+
+def test_a_dataset_is_trained_on_and_evaluated(robot_file, tmp_path):
+    mapping = "{camera0: observation.images.wrist, camera1: observation.images.front}"
+    overrides = [f"data.train=[{LANGUAGE}]", f"data.data_features_name_mapping={mapping}"]
+    overrides += ["train.max_steps=24", "train.learning_rate=0.02", "train.save_steps=null"]
+    found = metrics_of(trained(robot_file, tmp_path / "out", *overrides))
+    for name in ("MSE", "CE"):
+        values = [line[name] for line in found]
+        assert np.mean(values[-8:]) < 0.9 * np.mean(values[:4]), name
+    policy = PI07LowLevelPolicy.from_pretrained(tmp_path / "out" / "final")
+    wanted = statistics(read_metadata(LANGUAGE))["action"]["mean"]
+    stored = policy.normalizers["normalize_targets"].tensors["buffer_actions.mean"]
+    np.testing.assert_array_equal(stored, wanted.astype(np.float32)[None])
+    folder = tmp_path / "out" / "final"
+    evaluation = family_of_folder(folder).ask("evaluate", folder, EvaluationOptions([LANGUAGE], 8))
+    runner = ModelRunner(evaluation.model, evaluation.loss, evaluation.adapter)
+    assert np.isfinite(mean_losses(runner, evaluation.loader).loss)
+
+
+def test_the_planner_learns_from_language_columns(robot_file, tmp_path):
+    planner = json.dumps(PLANNER | {"input_features": FEATURES})
+    overrides = [f"data.train=[{LANGUAGE}]", f"model.config={planner}", "train.max_steps=1"]
+    (found,) = metrics_of(trained(robot_file, tmp_path / "out", *overrides))
+    assert min(found["CE_memory"], found["CE_response"]) > 0.1
+
+
+def test_ranks_draw_the_samples_of_one_device(robot_file, tmp_path):
+    config = load_run_config(robot_file, [f"train.output_dir={tmp_path}", *with_mixture()])
+    recipe = PI07Recipe(config, None)
+    settings = {"shuffle": True, "drop_last": True, "seed": 5}
+    one = PrefetchLoader(recipe.train_data, list, 4, **settings)
+    ranks = [
+        PrefetchLoader(recipe.train_data, list, 2, rank=rank, size=2, **settings) for rank in (0, 1)
+    ]
+    next(one)
+    ranks[0].load_state_dict(one.state_dict())
+    ranks[1].load_state_dict(one.state_dict())
+    batch, parts = next(one), [next(rank) for rank in ranks]
+    assert all(same(batch[2 * i + r], parts[r][i]) for i in (0, 1) for r in (0, 1))
+
+
+@pytest.mark.parametrize("key", ["0", '"0"', "'0'", "!!int 0"])
+def test_dims_are_mapped_by_whole_numbers_with_or_without_quotes(key, robot_file, tmp_path):
+    one = f"[{{root: a, use_delta_joint_actions: true, delta_action_state_map: {{{key}: 3}}}}]"
+    config = load_run_config(
+        robot_file, ["data.train=[]", f"data.dataset_mixture={{datasets: {one}}}"]
+    )
+    assert config.data.dataset_mixture.datasets[0].delta_action_state_map == {0: 3}
+    save_run_config(config, file := tmp_path / "run.yaml")
+    assert load_run_config(file) == config

@@ -25,7 +25,12 @@ from paddle_vl.nn import head_loss
 from paddle_vl.train.reporting.metrics import StepMeter
 from paddle_vl.train.reporting.reporter import by_rank
 from paddle_vl.train.step import ModelRunner, StepOutcome, StepTotals, agree_on_step, leave_step
-from tests.single_card_tests.train.batches import image_batch, micro_batches, vl_runner
+from tests.single_card_tests.train.batches import (
+    assert_same_bits,
+    image_batch,
+    micro_batches,
+    vl_runner,
+)
 from tests.single_card_tests.train.corpus_run import write_corpus_run
 from tests.single_card_tests.train.test_step import PROMPTS, TEXTS, OfTwo
 from tests.single_card_tests.train.tiny_run import write_records, write_tiny_run
@@ -67,8 +72,7 @@ def test_sources_change_no_bit_of_loss_and_gradient(has_weights, rows_per_chunk,
     (plain, wanted), (terms, gradients) = found
     assert (plain.size, terms.size) == (1, 4)
     assert terms[0] == plain[0]
-    for name, array in wanted.items():
-        np.testing.assert_array_equal(gradients[name], array, err_msg=name)
+    assert_same_bits(gradients, wanted)
     # By the logits of all rows.
     whole = model(**{k: v for k, v in batch.items() if k != "loss_weights"})
     labels = paddle.to_tensor(batch["labels"][:, 1:])

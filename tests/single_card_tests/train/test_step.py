@@ -8,14 +8,12 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.config.schema import TrainConfig
 from paddle_vl.families.vlm.evaluation.scorer import Answer, exact_report
 from paddle_vl.families.vlm.training.objective import VLBatchAdapter, VLLoss
 from paddle_vl.parallel.ranks import SingleRank
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.train.evaluate import mean_losses
-from paddle_vl.train.freeze import decayed_names, freeze_parameters, trained_names
-from paddle_vl.train.optimizer import Optimizer
+from paddle_vl.train.freeze import freeze_parameters, trained_names
 from paddle_vl.train.step import (
     ModelRunner,
     agree_on_step,
@@ -24,25 +22,17 @@ from paddle_vl.train.step import (
     train_step,
 )
 from tests.single_card_tests.train.batches import (
+    assert_same_bits,
     count_calls,
     image_batch,
     micro_batches,
+    optimizer_of,
     split_batch,
     vl_runner,
 )
 from tests.support.tiny import tiny_model
 
 TEXTS, PROMPTS = [[1, 2, 3, 4, 5, 9, 9], [6, 7, 8], [3, 3, 3, 3]], [2, 1, 3]
-
-
-def build(model, **settings):
-    named = list(model.hf_named_parameters())
-    train = TrainConfig(output_dir="o", **settings)
-    return Optimizer(
-        freeze_parameters(named, dict(named)),
-        train,
-        decayed_names(dict(named), train.weight_decay_exclude),
-    )
 
 
 def gradients(model, batches):
@@ -65,9 +55,7 @@ def test_accumulation_equals_one_large_batch():
 @pytest.mark.parametrize("flat", [False, True], ids=["per tensor", "flat"])
 def test_nonfinite_step_changes_nothing(flat):
     model = tiny_model()
-    optimizer = build(model, weight_decay=0.1)
-    if flat:
-        optimizer.use_buckets()
+    optimizer = optimizer_of(model, flat=flat, weight_decay=0.1)
     good, bad = image_batch(TEXTS, PROMPTS), image_batch(TEXTS, PROMPTS)
     bad["pixel_values"] = bad["pixel_values"].copy()
     bad["pixel_values"][3, 5] = np.inf
@@ -76,10 +64,8 @@ def test_nonfinite_step_changes_nothing(flat):
     state = {name: tensor.numpy().copy() for name, tensor in optimizer.state_tensors().items()}
     result = train_step(vl_runner(model), optimizer, micro_batches(good, bad), 0.01)
     assert not bool(result.is_good)
-    for name, array in model.hf_state_dict().items():
-        np.testing.assert_array_equal(array, weights[name], err_msg=name)
-    for name, tensor in optimizer.state_tensors().items():
-        np.testing.assert_array_equal(tensor.numpy(), state[name], err_msg=name)
+    assert_same_bits(model.hf_state_dict(), weights)
+    assert_same_bits({n: t.numpy() for n, t in optimizer.state_tensors().items()}, state)
     assert all(parameter.grad is None for parameter in model.parameters())
     train_step(vl_runner(model), optimizer, micro_batches(good), 0.01)
     assert (model.hf_state_dict()["lm_head.weight"] != weights["lm_head.weight"]).any()
@@ -89,7 +75,7 @@ def test_step_without_targets_is_refused():
     model = tiny_model()
     batch = image_batch([[1, 2]], [2])
     with pytest.raises(ValueError, match="have no target token"):
-        train_step(vl_runner(model), build(model), micro_batches(batch, batch), 0.01)
+        train_step(vl_runner(model), optimizer_of(model), micro_batches(batch, batch), 0.01)
 
 
 @pytest.mark.parametrize("frozen", ["none", "patch embedding", "tower", "all below the last layer"])
@@ -176,7 +162,7 @@ def test_a_step_that_overflows_is_repeated_and_equals_one_with_exact_sizes():
     found = []
     for factor in (None, 1.5):
         model, adapter = tiny_model(), VLBatchAdapter(capacity_factor=factor)
-        optimizer, runner = build(model), Overflowing(model, VLLoss(), adapter)
+        optimizer, runner = optimizer_of(model), Overflowing(model, VLLoss(), adapter)
         batches = [counted(batch, adapter) for batch in split_batch(TEXTS[:2], PROMPTS[:2])]
         result = train_step(runner, optimizer, batches, 0.01, seed=lambda: paddle.seed(3))
         assert result.is_repeated == (factor is not None)

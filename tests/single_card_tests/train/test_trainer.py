@@ -54,20 +54,6 @@ def test_metrics_have_every_quantity(whole_run):
     assert all(line["tokens_per_second"] > 0 for line in lines)
 
 
-def test_skipped_samples_are_counted(run_file, tmp_path):
-    """One broken line among good ones: an error by default, counted with skip."""
-    data = tmp_path / "data.jsonl"
-    lines = run_file.with_name("train.jsonl").read_text().splitlines()
-    folder = run_file.parent
-    lines = [line.replace("images/", f"{folder}/images/") for line in lines]
-    data.write_text("\n".join([*lines[:5], '{"messages": ', *lines[5:]]) + "\n")
-    settings = [f"data.train=[{data}]", "train.max_steps=1"]
-    with pytest.raises(ValueError, match=r"data\.jsonl:6: broken JSON"):
-        build(run_file, tmp_path / "out", *settings)
-    build(run_file, tmp_path / "out", *settings, "data.on_bad_sample=skip").run()
-    assert metrics_of(tmp_path / "out")[0]["skipped_samples"] == 1
-
-
 def test_epochs_and_frozen_parts_from_the_configuration(run_file, tmp_path):
     """12 samples in steps of 2 x 2: one and a half epochs are 4.5 steps, so 5."""
     trainer = build(

@@ -3,10 +3,9 @@
 import json
 from pathlib import Path
 
-import numpy as np
-
 from paddle_vl.config.load import load_run_config
 from paddle_vl.train.build import build_trainer
+from tests.single_card_tests.train.batches import assert_same_bits
 from tests.support.finished_runs import arrays_of, lasting
 from tests.support.finished_runs import metrics_of as run_metrics
 
@@ -26,9 +25,7 @@ def assert_same_run(one: Path, other: Path, begun_anew: str | None = None) -> No
     is_adapter = (one / checkpoint / "adapter_model.safetensors").exists()
     kinds = ("adapter_model" if is_adapter else "model", "optimizer")
     expected, found = (arrays_of(folder / checkpoint, kinds) for folder in (one, other))
-    assert expected.keys() == found.keys()
-    for key, array in expected.items():
-        np.testing.assert_array_equal(found[key], array, err_msg=key)
+    assert_same_bits(found, expected)
     state, other_state = (
         json.loads((folder / checkpoint / "trainer_state.json").read_text())
         for folder in (one, other)
