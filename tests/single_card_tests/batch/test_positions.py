@@ -1,6 +1,7 @@
 """Rotary positions, offsets of packed samples, the order of patches, and slices of token rows.
 
-The walk follows section 6 of the specification, token by token, without a running sum."""
+The walk follows section 6 of the specification, token by token, without a running sum.
+"""
 
 import numpy as np
 import pytest

@@ -1,6 +1,7 @@
 """Visual indices: the rows with visual tokens and the embedding of each.
 
-The oracle states the definition row by row and shares no code with the formula."""
+The oracle states the definition row by row and shares no code with the formula.
+"""
 
 import numpy as np
 import paddle

@@ -1,7 +1,8 @@
 """Ranges of files that ranks write and read, for every rank of a grid; the ranks are threads.
 
 The files are those of one rank, bit for bit. Each rank copies its share of the values to the host,
-or reads its share of the bytes, and no more."""
+or reads its share of the bytes, and no more.
+"""
 
 import itertools
 import threading

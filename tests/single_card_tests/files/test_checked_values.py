@@ -1,6 +1,7 @@
 """Checked classes and their messages, file names in OSErrors, and tokenizer files.
 
-Nothing is converted, and one error lists all values that do not fit."""
+Nothing is converted, and one error lists all values that do not fit.
+"""
 
 import errno
 import json

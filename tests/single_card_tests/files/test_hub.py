@@ -1,6 +1,7 @@
 """Models and data sets by their names on hubs.
 
-Only needed files are fetched, once, with the requests of the hubs' own clients."""
+Only needed files are fetched, once, with the requests of the hubs' own clients.
+"""
 
 import json
 import sys

@@ -1,6 +1,7 @@
 """Rules on next-token scores, and sampling.
 
-Values of the rules are those of transformers 5.23, computed there and copied."""
+Values of the rules are those of transformers 5.23, computed there and copied.
+"""
 
 from typing import Any
 

@@ -1,7 +1,8 @@
 """Causal and segment attention of every implementation, against softmax over a dense mask.
 
 The oracle repeats key heads and masks densely in double precision. Which kernels a GPU runs:
-`test_gpu_kernel_contracts`."""
+`test_gpu_kernel_contracts`.
+"""
 
 import numpy as np
 import paddle

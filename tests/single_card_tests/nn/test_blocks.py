@@ -1,7 +1,8 @@
 """Norms, rotary embedding, linears, activations, dropout and losses against their formulas.
 
 The oracle is the formula in a few differentiable operations, independent of hand-written backward
-passes."""
+passes.
+"""
 
 from contextlib import contextmanager
 

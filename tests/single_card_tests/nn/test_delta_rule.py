@@ -1,6 +1,7 @@
 """The gated delta rule, its convolution and its gated norm, against recurrences in float64.
 
-Launches are those of docs/gpu.md."""
+Launches are those of docs/gpu.md.
+"""
 
 import re
 from collections.abc import Sequence

@@ -1,7 +1,8 @@
 """The stand-ins of Paddle's GPU kernels, and which kernels the package and its models call.
 
 Attention: the row intervals of every mask mean the same as its dense form, each form of attention
-is one call of the version that is set, and the stubs notice each breach of a kernel's contract."""
+is one call of the version that is set, and the stubs notice each breach of a kernel's contract.
+"""
 
 import inspect
 from collections import Counter

@@ -1,6 +1,7 @@
 """The choice between an operation's plain implementation and its kernels, and what kernels keep.
 
-Results of kernels: the tests of the operations and the golden cases."""
+Results of kernels: the tests of the operations and the golden cases.
+"""
 
 import gc
 import inspect

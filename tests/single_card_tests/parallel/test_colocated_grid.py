@@ -1,6 +1,7 @@
 """Roles and groups of the colocated schedule, and the random numbers of its encoder.
 
-The rules for its layouts are in `test_degrees`."""
+The rules for its layouts are in `test_degrees`.
+"""
 
 import itertools
 

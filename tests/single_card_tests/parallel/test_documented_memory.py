@@ -1,6 +1,7 @@
 """Figures of docs/memory.md and docs/context_parallel.md, by the formulas in `tests.support`.
 
-`tests/multi_card_tests/test_sharding_memory.py` measures what the first of them says."""
+`tests/multi_card_tests/test_sharding_memory.py` measures what the first of them says.
+"""
 
 from pathlib import Path
 

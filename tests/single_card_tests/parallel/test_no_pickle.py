@@ -1,7 +1,8 @@
 """Nothing under paddle_vl unpickles data from another rank.
 
 No module uses a serializer that runs code, or Paddle's object collectives, which pickle.
-Connections between ranks carry bytes; loader workers belong to one rank and use private pipes."""
+Connections between ranks carry bytes; loader workers belong to one rank and use private pipes.
+"""
 
 import ast
 from collections.abc import Iterator

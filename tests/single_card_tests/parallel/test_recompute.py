@@ -1,7 +1,8 @@
 """Recomputation of parts of a layer, and the wrappers around a layer's forward.
 
 A decoder layer keeps the bytes of `tests.support.kept_activations`, whose numbers are in
-docs/memory.md."""
+docs/memory.md.
+"""
 
 import gc
 from functools import partial

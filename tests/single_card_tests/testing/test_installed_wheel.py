@@ -1,7 +1,8 @@
 """`paddle_vl.testing` of a wheel of this checkout, installed into an empty environment.
 
 There, outside of the checkout, every example of docs/testing.md runs as a user's tests, and a
-user's test fails when a gather list is wrong; the wheel has the C file of the CPU kernels."""
+user's test fails when a gather list is wrong; the wheel has the C file of the CPU kernels.
+"""
 
 import os
 import re

@@ -1,6 +1,7 @@
 """All ranks of a tensor-parallel group in one process, and one rank alone, equal one device.
 
-A wrong gather list, level, collective or weight makes the comparison fail."""
+A wrong gather list, level, collective or weight makes the comparison fail.
+"""
 
 from functools import partial
 

@@ -1,6 +1,7 @@
 """A model is assembled of a Qwen3 and the tower of a Qwen3-VL of another width.
 
-Stages that freeze parts, and that begin with the model of the one before: `test_trainer`."""
+Stages that freeze parts, and that begin with the model of the one before: `test_trainer`.
+"""
 
 import json
 

@@ -1,6 +1,7 @@
 """Runs that stop, resume and save: signals, skipped updates, slow, full and damaged disks.
 
-Kinds of run that resume: `test_resumed_runs`."""
+Kinds of run that resume: `test_resumed_runs`.
+"""
 
 import errno
 import json

@@ -2,7 +2,8 @@
 
 For each family a steady step copies nothing but its batches, through pinned memory, and reads one
 number, after the next step's batches are on their way; a report reads once, while the next step
-runs. Reads in `nn/cpu` belong to CPU kernels."""
+runs. Reads in `nn/cpu` belong to CPU kernels.
+"""
 
 from collections import Counter
 from functools import partial

@@ -1,6 +1,7 @@
 """AdamW over flat buckets. The oracle is the same `Optimizer` without buckets.
 
-Numbers of launches, and bytes that an update moves, are counted."""
+Numbers of launches, and bytes that an update moves, are counted.
+"""
 
 from collections import Counter
 from collections.abc import Callable

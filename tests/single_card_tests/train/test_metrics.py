@@ -1,6 +1,7 @@
 """Metrics of a run, over steps and ranks, and what a report tells of unequal ranks.
 
-Ranks that take turns in having most tokens are seen, since they are compared within each step."""
+Ranks that take turns in having most tokens are seen, since they are compared within each step.
+"""
 
 import math
 from dataclasses import replace

@@ -1,6 +1,7 @@
 """A policy, or a planner, with two cameras that trains on a file with one.
 
-Losses and every gradient are those of an explicit black, masked second camera."""
+Losses and every gradient are those of an explicit black, masked second camera.
+"""
 
 import json
 from collections.abc import Sequence

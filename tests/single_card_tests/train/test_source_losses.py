@@ -1,6 +1,7 @@
 """The training loss of each source of a mix or mixture, in runs and over checkpoints.
 
-The loss and the gradient have the same bits with sources and without."""
+The loss and the gradient have the same bits with sources and without.
+"""
 
 import json
 from collections import defaultdict

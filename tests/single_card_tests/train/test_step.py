@@ -1,6 +1,7 @@
 """One training step, and evaluation.
 
-The golden cases compare this step with HF's trajectory on torch."""
+The golden cases compare this step with HF's trajectory on torch.
+"""
 
 from typing import Any
 

@@ -1,5 +1,6 @@
 """Complete runs of a tiny model, of steps, epochs and tokens. Interrupted ones are in
-`test_continued_runs`, kinds that resume in `test_resumed_runs`."""
+`test_continued_runs`, kinds that resume in `test_resumed_runs`.
+"""
 
 import json
 

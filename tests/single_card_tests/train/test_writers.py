@@ -1,7 +1,8 @@
 """The writers of logging.report_to, read back as the packages wrote them.
 
 W&B and SwanLab run offline, where their packages are installed; the heavy test installs them into
-an environment of its own."""
+an environment of its own.
+"""
 
 import csv
 import signal
