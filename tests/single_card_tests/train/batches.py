@@ -2,6 +2,7 @@
 
 import numpy as np
 import paddle
+from paddle.base.framework import EagerParamBase
 
 from paddle_vl.batch.positions import mrope_position_ids
 from paddle_vl.batch.visual_index import host_visual_indices
@@ -112,3 +113,9 @@ def assert_same_bits(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]
     assert set(found) == set(wanted)
     for name, array in wanted.items():
         np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+def parameters_of(rng, shapes, dtype: str) -> list[paddle.Tensor]:
+    """Parameters of normal values."""
+    values = (paddle.to_tensor(rng.normal(size=shape), dtype=dtype) for shape in shapes)
+    return [EagerParamBase.from_tensor(value, trainable=True) for value in values]

@@ -12,7 +12,6 @@ import numpy as np
 import paddle
 import pytest
 from paddle import _C_ops, profiler
-from paddle.base.framework import EagerParamBase
 
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.nn import flat_buckets
@@ -28,6 +27,7 @@ from tests.single_card_tests.train.batches import (
     image_batch,
     micro_batches,
     optimizer_of,
+    parameters_of,
     vl_runner,
 )
 from tests.support.operators import recorded_operators
@@ -141,11 +141,6 @@ def test_saved_state_goes_on_with_the_same_bits_in_either_form(flat_first):
     assert_same_bits(state_of(target, optimizer), state_of(*source))
 
 
-def half_parameters(rng, shapes) -> list[paddle.Tensor]:
-    values = (paddle.to_tensor(rng.normal(size=shape), dtype="bfloat16") for shape in shapes)
-    return [EagerParamBase.from_tensor(value, trainable=True) for value in values]
-
-
 def test_half_precision_parameters_are_rounded_from_flat_masters():
     """Gradients of two micro-batches are summed in float32; the third parameter has none in some
     steps. Shapes leave gaps in the buckets."""
@@ -153,7 +148,7 @@ def test_half_precision_parameters_are_rounded_from_flat_masters():
     found = []
     for flat in (False, True):
         rng = np.random.default_rng(4)
-        parameters = half_parameters(rng, shapes)
+        parameters = parameters_of(rng, shapes, "bfloat16")
         optimizer = Optimizer(
             [(str(number), parameter) for number, parameter in enumerate(parameters)],
             TrainConfig(output_dir="o", weight_decay=0.1, max_grad_norm=0.0),
@@ -247,7 +242,7 @@ def updated(monkeypatch, max_grad_norm: float, on_gpu: bool = True):
     """A step of bfloat16 parameters, and the bytes that its update reads and writes for each value
     and operator."""
     rng = np.random.default_rng(4)
-    parameters = half_parameters(rng, [(3, 128), (128,), (256,)])
+    parameters = parameters_of(rng, [(3, 128), (128,), (256,)], "bfloat16")
     train = TrainConfig(output_dir="o", weight_decay=0.1, max_grad_norm=max_grad_norm)
     named = [(str(number), parameter) for number, parameter in enumerate(parameters)]
     optimizer = Optimizer(named, train, {"0", "1", "2"}, MasterWeights(parameters))
@@ -298,7 +293,7 @@ def test_a_product_may_add_to_the_flat_gradient():
     """Fleet's fused product gives no gradient to autograd: it makes a float32 `main_grad`, and adds
     to the one that is there."""
     rng = np.random.default_rng(4)
-    parameters = half_parameters(rng, [(3, 50), (128,)])
+    parameters = parameters_of(rng, [(3, 50), (128,)], "bfloat16")
     named = [(str(number), parameter) for number, parameter in enumerate(parameters)]
     optimizer = Optimizer(named, TrainConfig(output_dir="o"), set(), MasterWeights(parameters))
     optimizer.use_buckets()

@@ -3,7 +3,6 @@
 import numpy as np
 import paddle
 import pytest
-from paddle.base.framework import EagerParamBase
 from safetensors.numpy import load_file
 
 from paddle_vl.cli.main import main
@@ -24,6 +23,7 @@ from tests.single_card_tests.train.batches import (
     image_batch,
     micro_batches,
     optimizer_of,
+    parameters_of,
     vl_runner,
 )
 from tests.single_card_tests.train.tiny_run import write_tiny_run
@@ -187,11 +187,6 @@ def test_clipping_is_torchs_formula_over_trained_parameters(batch, max_norm):
         np.testing.assert_allclose(parameter.grad.numpy(), expected, rtol=1e-5, err_msg=name)
 
 
-def half_parameter(values: np.ndarray) -> paddle.Tensor:
-    weight = paddle.to_tensor(values).astype("bfloat16")
-    return paddle.base.framework.EagerParamBase.from_tensor(weight, name="half_weight")
-
-
 def with_masters(parameter: paddle.Tensor, **settings) -> Optimizer:
     train = TrainConfig(output_dir="o", **settings)
     return Optimizer([("a.weight", parameter)], train, {"a.weight"}, MasterWeights([parameter]))
@@ -206,8 +201,8 @@ def test_half_precision_training_is_adamw_in_float32_on_rounded_gradients():
     """Three steps of two micro-batches against the formula. Gradients come in bfloat16 and are
     summed in float32; the master weights are never bfloat16."""
     rng = np.random.default_rng(0)
-    start = rounded(rng.normal(size=(4, 5)))
-    parameter = half_parameter(start)
+    (parameter,) = parameters_of(rng, [(4, 5)], "bfloat16")
+    start = parameter.astype("float32").numpy()
     settings = {"weight_decay": 0.1, "adam_beta2": 0.95, "adam_epsilon": 1e-8}
     optimizer = with_masters(parameter, **settings)
     store, rate = optimizer.store, 1e-3
@@ -255,12 +250,7 @@ DECAYS = [0.5, 0.9, 0.75]
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_follows_its_formula_and_is_exchanged_with_the_weights(dtype, flat):
     rng = np.random.default_rng(0)
-    parameters = [
-        EagerParamBase.from_tensor(
-            paddle.to_tensor(rng.normal(size=shape), dtype=dtype), trainable=True
-        )
-        for shape in [(3, 50), (7,)]
-    ]
+    parameters = parameters_of(rng, [(3, 50), (7,)], dtype)
     named = [("a", parameters[0]), ("b", parameters[1])]
     train = TrainConfig(output_dir="o", max_grad_norm=0.0, ema=EMAConfig())
     optimizer = Optimizer(named, train, set(), MasterWeights(parameters))
