@@ -1,14 +1,6 @@
-"""Rotary positions, offsets of packed samples, and the order of patches.
+"""Rotary positions, offsets of packed samples, the order of patches, and slices of token rows.
 
-Guarantees: positions equal the reference's on its own batches (padding on both sides, videos,
-samples without images), the worked example of the specification, and a token-by-token walk; padding
-is a segment of its own; restarting text positions give the same offsets; a packed sample has the
-positions that it has alone; offsets that do not tile the batch's rows, and images that cross a
-sample boundary, are refused; every key knows the end of its segment. Patches are in merge-block
-order, the interpolation taps are the specification's and their weights sum to 1, every frame is a
-segment, and grids that merge blocks do not tile are refused.
-
-The walk follows section 6 of the specification without a running sum.
+The walk follows section 6 of the specification, token by token, without a running sum.
 """
 
 import numpy as np
@@ -26,6 +18,7 @@ from paddle_vl.batch.positions import (
     segment_offsets,
     vision_layout,
 )
+from paddle_vl.batch.row_slices import RowSlice, slice_of_rows
 from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, token_rows
 from tests.support.tiny import GOLDEN
 
@@ -75,16 +68,6 @@ def test_positions_equal_a_token_by_token_walk(samples, pad_left):
         assert deltas_B[b] == next_position - real.sum()
 
 
-def test_worked_example_of_the_specification():
-    ids = token_rows([1, 2, 3, 4, 5, 62, ("image", 6), 7])
-    found, _ = mrope_position_ids(ids, image_grid_thw=np.array([[1, 4, 6]]), **IDS)
-    assert found[:, 0, :6].tolist() == [[0, 1, 2, 3, 4, 5]] * 3
-    assert found[0, 0, 6:12].tolist() == [6] * 6
-    assert found[1, 0, 6:12].tolist() == [6, 6, 6, 7, 7, 7]
-    assert found[2, 0, 6:12].tolist() == [6, 7, 8, 6, 7, 8]
-    assert found[:, 0, 12].tolist() == [9, 9, 9]
-
-
 def test_time_does_not_advance_inside_a_video_frame_and_frames_are_items_of_their_own():
     ids = token_rows([5, ("video", 2), 6, ("video", 2), 7])
     found, _ = mrope_position_ids(ids, video_grid_thw=np.array([[2, 2, 4]]), **IDS)
@@ -109,21 +92,21 @@ def test_positions_equal_the_reference(case):
     assert deltas_B.tolist() == tensors["rope_deltas"].reshape(-1).tolist()
 
 
-def test_placeholders_without_their_grid_are_named():
-    with pytest.raises(ValueError, match="3 image placeholder.*image_grid_thw describes 2"):
-        mrope_position_ids(token_rows([("image", 3)]), image_grid_thw=np.array([[1, 2, 4]]), **IDS)
-
-
-def test_a_run_broken_by_text_is_named():
-    ids = token_rows([("image", 1), 5, ("image", 1)])
-    with pytest.raises(ValueError, match="image item 0 .* not one unbroken run of 2"):
-        mrope_position_ids(ids, image_grid_thw=np.array([[1, 2, 4]]), **IDS)
-
-
-def test_a_run_across_two_rows_is_named():
-    ids = token_rows([5, ("image", 1)], [("image", 1), 5])
-    with pytest.raises(ValueError, match="not one unbroken run"):
-        mrope_position_ids(ids, image_grid_thw=np.array([[1, 2, 4]]), **IDS)
+@pytest.mark.parametrize(
+    ("rows", "grid", "offsets", "told"),
+    [
+        ([[("image", 3)]], [1, 2, 4], None, "3 image placeholder.*image_grid_thw describes 2"),
+        ([[("image", 1), 5, ("image", 1)]], [1, 2, 4], None, "item 0 .* not one unbroken run of 2"),
+        ([[5, ("image", 1)], [("image", 1), 5]], [1, 2, 4], None, "not one unbroken run"),
+        ([[1, ("image", 4), 2]], [1, 4, 4], [0, 3, 6], "image item 0 .* run .* in sample 0"),
+    ],
+)
+def test_placeholders_that_are_not_their_grid_are_named(rows, grid, offsets, told):
+    with pytest.raises(ValueError, match=told):
+        mrope_position_ids(
+            token_rows(*rows), None, np.array([grid]), **IDS,
+            cu_seqlens=None if offsets is None else np.array(offsets),
+        )  # fmt: skip
 
 
 def test_offsets_count_all_rows_and_padding():
@@ -156,12 +139,6 @@ def test_positions_of_a_packed_sample_are_those_of_the_sample_alone():
     np.testing.assert_array_equal(found[:, 1, :11], positions[2])
     assert not found[:, mask == 0].any()
     assert deltas[[0, 1, 3]].tolist() == [int(delta[0]) for _, delta in alone]
-
-
-def test_an_image_across_two_samples_is_refused():
-    ids = np.array([[1, *[IMAGE] * 4, 2]])
-    with pytest.raises(ValueError, match="image item 0 .* not one unbroken run .* in sample 0"):
-        mrope_position_ids(ids, None, np.array([[1, 4, 4]]), **IDS, cu_seqlens=np.array([0, 3, 6]))
 
 
 def test_offsets_that_do_not_tile_the_rows_are_refused():
@@ -200,11 +177,8 @@ def test_weights_sum_to_one_and_taps_stay_inside_the_table():
     np.testing.assert_allclose(layout.tap_weights.sum(axis=1), 1.0, atol=1e-6)
     assert layout.tap_rows.min() >= 0
     assert layout.tap_rows.max() < 25
-
-
-def test_frames_of_a_video_repeat_the_same_patches():
-    layout = vision_layout(np.array([[3, 4, 6]]), table_side=6)
-    frames = layout.coordinates.reshape(3, 24, 2)
+    # Frames of a video repeat the same patches.
+    frames = layout.coordinates[4:256].reshape(3, 84, 2)
     assert (frames == frames[:1]).all()
 
 
@@ -217,3 +191,60 @@ def test_segments_are_frames_and_equal_neighbours_share_a_run():
 def test_a_grid_that_merge_blocks_do_not_tile_is_named(grid):
     with pytest.raises(ValueError, match=r"vision item 1 has grid .*multiples of the merge size 2"):
         vision_layout(np.array([[1, 4, 4], grid]), table_side=6)
+
+
+SEGMENTS = {
+    "of every size": [21, 8, 30, 5],
+    "one": [64],
+    "shorter than the chunks": [3, 1, 1, 3, 56],
+    "of one token each": [1] * 8,
+}
+
+
+def offsets(segments: list[int]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(segments)])
+
+
+def test_the_documented_example():
+    found = slice_of_rows(offsets([8, 5, 1]), 2)
+    np.testing.assert_array_equal(found, [0, 0, 1, 1, 1, 1, 0, 0, 0, 1, 1, 0, 0, 1])
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS)
+def test_bounds_are_those_of_the_rows_that_see_a_key(segments, size):
+    starts = offsets(segments)
+    segment_T = np.repeat(np.arange(len(segments)), segments)
+    slices = [RowSlice.of(starts, rank, size) for rank in range(size)]
+    keys = np.concatenate([own.rows for own in slices])
+    np.testing.assert_array_equal(np.sort(keys), np.arange(starts[-1]))
+    for own in slices:
+        assert len(own.rows) == starts[-1] // size
+        seen = (segment_T[own.rows][:, None] == segment_T[keys]) & (own.rows[:, None] >= keys)
+        place = np.arange(len(own.rows))[:, None]
+        ends_T, firsts_T = own.key_rows[0, 0].T
+        np.testing.assert_array_equal((place < ends_T) & (place >= firsts_T), seen)
+        numbers = np.arange(0, starts[-1], 3)
+        chosen = own.chosen(numbers)
+        np.testing.assert_array_equal(chosen, np.isin(numbers, own.rows))
+        np.testing.assert_array_equal(own.rows[own.places[numbers[chosen]]], numbers[chosen])
+        halves = np.concatenate([each.rows for each in slices]).reshape(2 * size, -1)
+        for number, rows in enumerate(halves if len(own.rows) % 2 == 0 else ()):
+            assert (own.shards(rows, 2) == number).all()
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("kind", ["one", "many", "long and short"])
+def test_ranks_have_equal_shares_of_the_visible_pairs(kind, size):
+    rng = np.random.default_rng(3)
+    many = np.cumsum(rng.lognormal(7.5, 1, 40).astype(int) + 1)
+    segments = {"one": [], "many": many, "long and short": 20000 + many}[kind]
+    starts = np.array([0, *(end for end in segments if end < 32768), 32768])
+    place_T = np.arange(32768) - np.repeat(starts[:-1], np.diff(starts))
+    pairs = np.bincount(slice_of_rows(starts, size), weights=place_T + 1)
+    assert pairs.max() / pairs.mean() < 1.01
+
+
+def test_rows_that_ranks_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match=r"14 token rows .* by the context-parallel degree 4: set"):
+        slice_of_rows(offsets([8, 6]), 4)

@@ -1,8 +1,4 @@
-"""The TypedDicts of batches match what collators make and models take.
-
-Guarantees, for every family: a real batch has the fields, axes and dtypes of its TypedDict; a
-letter stands for one size throughout a batch; a Qwen3-VL takes every field by its name.
-"""
+"""The TypedDicts of batches match what collators make and models take, for every family."""
 
 import inspect
 import json
@@ -33,8 +29,7 @@ from tests.single_card_tests.families.qwen3_vl.test_collate import (
     VIDEO,
     make_sample,
 )
-from tests.single_card_tests.train.test_flop_counters import PLANNER
-from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
+from tests.single_card_tests.train.tiny_policy_run import PLANNER, write_tiny_policy_run
 from tests.support.tiny import tiny_config
 
 

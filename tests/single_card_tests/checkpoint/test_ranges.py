@@ -1,12 +1,12 @@
-"""Ranges of files that ranks write, for every rank of a grid; the ranks are threads.
+"""Ranges of files that ranks write and read, for every rank of a grid; the ranks are threads.
 
-Guarantees: the files are those of one rank, bit for bit, whatever shards the ranks have; each rank
-copies its share of the values to the host and no more, and sends and receives about as much; a rank
-that has a value receives nothing.
+The files are those of one rank, bit for bit. Each rank copies its share of the values to the host,
+or reads its share of the bytes, and no more.
 """
 
 import itertools
 import threading
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,11 +15,12 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.checkpoint import ranges
+from paddle_vl.checkpoint import ranges, reading
 from paddle_vl.checkpoint.ranges import ShardedValue
-from paddle_vl.checkpoint.rules import LinearWeights, Same
+from paddle_vl.checkpoint.rules import LinearWeights, Same, StoredParameter
 from paddle_vl.checkpoint.safetensors_io import (
     FileWriter,
+    StoredTensor,
     TensorToWrite,
     read_checkpoint_headers,
     write_file,
@@ -27,8 +28,10 @@ from paddle_vl.checkpoint.safetensors_io import (
 from paddle_vl.checkpoint.writing import write_tensors
 from paddle_vl.nn.linear import Columns, mark_fused
 from paddle_vl.nn.parameter_table import CheckpointRanks, ParameterTable, ParamSpec, Seat, Spread
+from paddle_vl.parallel.colocated.grid import ColocatedGrid, EncoderGroups, Place
 from paddle_vl.parallel.degrees import ParallelDegrees
-from paddle_vl.parallel.mesh import expert_shards, stage_seats
+from paddle_vl.parallel.mesh import expert_shards, mesh, stage_seats
+from paddle_vl.parallel.topology import Topology
 
 
 class Grid(NamedTuple):
@@ -282,3 +285,158 @@ def test_the_files_are_those_of_one_rank_and_each_rank_has_its_share(
 
 def group_of(rank: int, ranks: list[int], boards: dict[tuple, Board]) -> Group:
     return Group(ranks.index(rank), len(ranks), boards.setdefault(tuple(ranks), Board(len(ranks))))
+
+
+def topology_of(grid: Grid, rank: int, boards: dict[str, dict]) -> Topology:
+    groups = {
+        f"{axis}_group": group_of(rank, ranks, boards[axis])
+        for axis, ranks in mesh(grid.degrees, rank).items()
+        if axis != "model"
+    }
+    return Topology(grid.degrees, rank, **groups)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_each_rank_has_its_shards_and_reads_its_share(tmp_path, monkeypatch, grid, damaged):
+    monkeypatch.setattr(reading, "SHARED_VALUES", 1)
+    saved(tmp_path / "one", Grid(), False, False)
+    stored = read_checkpoint_headers(tmp_path / "one")
+    if damaged:
+        with stored["norm"].file.open("r+b") as file:
+            file.seek(stored["norm"].offset)
+            file.write(np.float32(np.nan).tobytes())
+    seats, boards, lock = grid.seats, defaultdict(dict), threading.Lock()
+    topologies = [topology_of(grid, rank, boards) for rank in range(len(seats))]
+    read, plain = [Counter() for _ in seats], StoredTensor.read
+
+    def counted(tensor: StoredTensor, **options):
+        with lock:
+            read[int(threading.current_thread().name)][tensor.name] += tensor.num_bytes
+        return plain(tensor, **options)
+
+    def run(rank: int) -> None:
+        threading.current_thread().name = str(rank)
+        topology = topologies[rank]
+        ep_group = topology.ep_group if topology.ep_group.nranks > 1 else None
+        table = ParameterTable(topology.mp_group, ep_group)
+        table.readers = topology.readers
+        table.gather_rows = lambda own, of: np.concatenate(of.board.gathered(of.rank, own))
+        for name, _, parameter, layout, linears, _ in held_by(seats[rank], grid, table):
+            items = [StoredParameter(name, parameter, layout, table)]
+            if linears:
+                items = [
+                    StoredParameter(f"{name}.{linear.name}", parameter, layout, table, block)
+                    for block, linear in enumerate(linears)
+                ]
+            if damaged and name == "norm":
+                with pytest.raises(RuntimeError, match="safetensors: norm holds 1 values"):
+                    reading.stored_value(items, stored)
+                continue
+            value = reading.stored_value(items, stored)
+            np.testing.assert_array_equal(value.numpy(), parameter.numpy())
+
+    monkeypatch.setattr(StoredTensor, "read", counted)
+    errors = on_threads(len(seats), Board(1), run)
+    assert not errors, errors
+    # Of others all ranks, or those of fewer axes, need more rows than they share.
+    shared = [
+        tensor
+        for name, tensor in stored.items()
+        if tensor.shape[0] >= len(seats) and name not in ("plain", "channels")
+    ]
+    for tensor in () if damaged else shared:
+        of_ranks = [of_rank[tensor.name] for of_rank in read]
+        assert sum(of_ranks) == tensor.num_bytes
+        assert (
+            max(of_ranks) <= tensor.num_bytes / len(seats) + 3 * tensor.num_bytes / tensor.shape[0]
+        )
+
+
+@dataclass(frozen=True)
+class StageThreads(Threads):
+    """A rank of a stage of two, of which the other is beside it."""
+
+    beside: Any = None
+
+    def gather_stages(self, value):
+        return self.beside.gathered(self.stage, value)
+
+
+# Full value, spec, layout and stage of an encoder's parameters and of those of two stages.
+OF_STAGES = {
+    "column": ((60, 16), ParamSpec(split_axis=1, is_encoder=True), LinearWeights(), None),
+    "row": ((16, 60), ParamSpec(split_axis=0, is_encoder=True), LinearWeights(), None),
+    "bias": ((24,), ParamSpec(split_axis=0, blocks=(16, 8), is_encoder=True), Same(), None),
+    "whole": ((30, 8), ParamSpec(is_encoder=True), Same(), None),
+    "first": ((96, 64), ParamSpec(), Same(), 0),
+    "second": ((64, 40), ParamSpec(), Same(), 1),
+}
+
+
+def of_stage(stage: int, table: ParameterTable, store: Any) -> list[TensorToWrite]:
+    found = []
+    for number, (name, (shape, spec, layout, own)) in enumerate(OF_STAGES.items()):
+        if own not in (None, stage):
+            continue
+        full = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + 10_000 * number
+        parameter = shard_of(full, spec, table)
+        found.append(
+            TensorToWrite(
+                name,
+                layout.stored_shape(shape),
+                "F32",
+                arrange=layout.to_stored,
+                is_joined=spec.is_encoder and stage > 0,
+                source=ShardedValue(table, parameter, store if spec.is_encoder else None),
+                keeps_rows=layout.row_axis == 0,
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize("shards_state", [False, True])
+def test_an_encoder_comes_from_ranks_of_several_stages(tmp_path, monkeypatch, shards_state):
+    monkeypatch.setattr(ranges, "PART_BYTES", PART)
+    (tmp_path / "one").mkdir()
+    whole = [*of_stage(0, ParameterTable(), None), of_stage(1, ParameterTable(), None)[-1]]
+    write_tensors(tmp_path / "one", "model", whole, 30_000)
+    # Two data lanes of two stages; each is an encoder lane too.
+    places = tuple(Place(lane, stage, 0) for lane in range(2) for stage in range(2))
+    grid, boards = ColocatedGrid(places, 2, 2), defaultdict(dict)
+    lanes, replicas = grid.encoder_mp_groups(), grid.encoder_dp_groups()
+    every = (Board(4), *([Board(4)] if shards_state else [Board(2), Board(2)]))
+    on_host, sent = [0] * 4, [[] for _ in range(4)]
+    pipelines, folder = [Board(2), Board(2)], tmp_path / "several"
+    folder.mkdir()
+
+    def run(rank: int) -> None:
+        place = places[rank]
+        lane = next(group_of(rank, ranks, boards["lane"]) for ranks in lanes if rank in ranks)
+        column = next(group_of(rank, ranks, boards["dp"]) for ranks in replicas if rank in ranks)
+        role = grid.role(rank)
+        encoder = EncoderGroups(grid, role, lane, column, None, None, shards_state=shards_state)
+        of_stages = Threads(
+            rank, 4, seats=encoder.seats(), writers=grid.first_stage(), boards=every,
+            sent=sent[rank],
+        )  # fmt: skip
+        ranks = StageThreads(
+            place.lane, 2, place.stage, stage_seats(ParallelDegrees(dp_degree=2)), of_stages,
+            boards=every, beside=pipelines[place.lane],
+        )  # fmt: skip
+        table = ParameterTable()
+        table.shard_encoder(lane, lambda value, of: [])
+        tensors = of_stage(place.stage, table, Store(column.rank, column.nranks, shards_state))
+        write_tensors(folder, "model", tensors, 30_000, ranks, counting_writer(on_host, rank))
+
+    errors = on_threads(4, every[0], run)
+    assert not errors, errors
+    assert contents(folder) == contents(tmp_path / "one")
+    size = {t.name: t.num_bytes for t in whole}
+    extra = 4 * 4 * len(whole)
+    for rank, place in enumerate(places):
+        # Half of its stage's files. The second stage keeps nothing of the encoder.
+        own = size["second"] if place.stage else sum(size.values()) - size["second"]
+        assert on_host[rank] <= own / 2 + size["row"] + extra
+        assert 4 * sum(sent[rank]) <= sum(size[n] for n in ("column", "row", "bias", "whole"))
+    assert sum(sent[1]) > 0

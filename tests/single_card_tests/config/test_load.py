@@ -1,9 +1,4 @@
-"""Reading a run's configuration.
-
-Guarantees: 1e-4 is a number; unknown keys, wrong types, duplicate keys and broken rules are
-reported together, each with its place and the nearest valid name; overrides win over the file; a
-saved configuration is read back equal; every setting has a description and is used by the package.
-"""
+"""Reading a run's configuration: limits, names that are no setting, and values that do not fit."""
 
 import ast
 import time
@@ -12,10 +7,12 @@ from pathlib import Path
 import pytest
 
 import paddle_vl
+from paddle_vl.config import bounded_yaml
 from paddle_vl.config.family_settings import settings_classes, settings_help
 from paddle_vl.config.load import load_run_config, save_run_config
-from paddle_vl.config.schema import RunConfig
+from paddle_vl.config.peer_names import PEERS, setting_for
 from paddle_vl.config.section import setting_descriptions
+from paddle_vl.config.validate import launch_problems
 from paddle_vl.families.vlm.settings import VLRun
 from paddle_vl.parallel import fleet_strategy
 from paddle_vl.parallel.degrees import TopologyPlan, plan_problems
@@ -51,13 +48,6 @@ def problems(path: Path, *overrides: str) -> str:
 
 def all_descriptions() -> dict[str, tuple[str, str]]:
     return {name: text for _, _, group in settings_help() for name, text in group.items()}
-
-
-def test_minimal_file_has_defaults(write):
-    config = load_run_config(write(MINIMAL))
-    assert config.train.max_steps == 4
-    assert config.data.padding_side == "right"
-    assert config.parallel.dp_degree == 1
 
 
 @pytest.mark.parametrize(
@@ -159,33 +149,36 @@ def test_long_name_is_reported_briefly_and_fast(write):
     begin = time.process_time()
     message = problems(write(MINIMAL), "train." + "max_steps" * 10_000 + "=1")
     assert time.process_time() - begin < 2
-    assert message.startswith("command line: train.max_stepsmax_steps")
     assert "... is not a setting; " in message
     assert len(message) < 2000
 
 
-def test_last_override_of_a_name_wins(write):
-    config = load_run_config(write(MINIMAL), ["train.max_steps=5", "train.max_steps=6"])
-    assert config.train.max_steps == 6
+INLINE = MINIMAL.replace("pretrained: some/model", "config: {text_config: {hidden_size: 8}}")
 
 
-def test_override_reaches_into_an_inline_model_configuration(write):
-    text = MINIMAL.replace("pretrained: some/model", "config: {text_config: {hidden_size: 8}}")
-    config = load_run_config(
-        write(text), ["model.config.text_config.hidden_size=16", "data.processor=p"]
-    )
-    assert config.model.config == {"text_config": {"hidden_size": 16}}
-
-
-def test_empty_section_can_be_overridden(write):
-    config = load_run_config(write(MINIMAL + "logging:\n"), ["logging.logging_steps=3"])
-    assert config.logging.logging_steps == 3
-
-
-def test_saved_configuration_reads_back_equal(write, tmp_path):
-    config = load_run_config(write(MINIMAL), ["train.learning_rate=1e-5", "train.eval_steps=null"])
+@pytest.mark.parametrize(
+    ("text", "overrides", "name", "value"),
+    [
+        (MINIMAL, [], "train.max_steps", 4),
+        (MINIMAL, [], "data.padding_side", "right"),
+        (MINIMAL, ["train.max_steps=5", "train.max_steps=6"], "train.max_steps", 6),
+        (MINIMAL + "logging:\n", ["logging.logging_steps=3"], "logging.logging_steps", 3),
+        (
+            INLINE, ["model.config.text_config.hidden_size=16", "data.processor=p"],
+            "model.config", {"text_config": {"hidden_size": 16}},
+        ),
+    ],
+)  # fmt: skip
+def test_overrides_win_over_the_file_and_both_are_saved(
+    write, tmp_path, text, overrides, name, value
+):
+    config = load_run_config(write(text), overrides)
+    section, setting = name.split(".")
+    assert getattr(getattr(config, section), setting) == value
     save_run_config(config, tmp_path / "config.yaml")
     assert load_run_config(tmp_path / "config.yaml") == config
+    with pytest.raises(ValueError, match="frozen"):
+        config.train.max_steps = 3
 
 
 def test_broken_files_are_reported(write, tmp_path):
@@ -229,13 +222,6 @@ def test_every_setting_is_read_somewhere():
     assert {name.rpartition(".")[2] for name in all_descriptions()} <= read
 
 
-def test_configuration_is_frozen(write):
-    config = load_run_config(write(MINIMAL))
-    assert isinstance(config, RunConfig)
-    with pytest.raises(ValueError, match="frozen"):
-        config.train.max_steps = 3
-
-
 @pytest.mark.parametrize(
     "path",
     # Files in configs/bench get their data from the benchmark; those in suites are no runs.
@@ -251,3 +237,159 @@ def test_every_example_loads_and_its_ranks_add_up(path):
         parallel_degrees(config), launched.get(path.stem, 1), pad_to_multiple_of=multiple
     )
     assert plan_problems(plan) == []
+
+
+@pytest.fixture
+def minimal_file(write):
+    return write(MINIMAL)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("train.lr", "train.learning_rate"),
+        ("learning_rate", "train.learning_rate"),
+        ("train.gradient-checkpointing", "train.recompute=full"),
+        ("model.lora.lora_rank", "model.lora.r"),
+        ("moe_expert_capacity_factor", "parallel.expert_capacity_factor"),
+        ("data.max_lenght", "data.max_length"),
+    ],
+)
+def test_name_of_another_trainer_leads_to_the_setting(minimal_file, name, setting):
+    told = f"command line: {name} is not a setting; did you mean {setting}?"
+    lora = "model.lora.target_modules=all-linear"
+    assert told in problems(minimal_file, f"{name}=1", *[lora] * name.startswith("model.lora"))
+
+
+def test_section_of_another_trainer_leads_to_the_settings(minimal_file):
+    message = problems(minimal_file, "optimizer={lr: 1, weight_decay: 0, x: 3}")
+    told = "train.learning_rate for optimizer.lr, train.weight_decay for optimizer.weight_decay?"
+    assert message == f"command line: optimizer is not a setting; did you mean {told}"
+
+
+def test_names_of_other_trainers_lead_to_settings_that_exist():
+    known = all_descriptions()
+    for setting, names in PEERS.items():
+        assert setting.partition("=")[0] in known
+        for name in names.split():
+            assert name not in known
+            assert setting_for(name, known) == setting
+    # Names that resemble a setting of another section by chance lead nowhere.
+    assert [setting_for(name, known) for name in ("train.rnk", "optim")] == [None] * 2
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("model.freeze=[visoin]", "model.freeze: no part of the model is called 'visoin'; did you "
+         "mean vision? (the parts are vision, mergers, language)"),
+        ("train.part_learning_rates={languag: 0.1}", "did you mean language?"),
+        ("model.lora={target_modules: all-linear, modules_to_save: [merger]}",
+         "model.lora.modules_to_save: no part of the model is called 'merger'; did you mean merg"),
+    ],
+)  # fmt: skip
+def test_misspelt_part_of_the_model_is_refused_when_the_file_is_read(minimal_file, override, part):
+    assert part in problems(minimal_file, override)
+
+
+def lists() -> str:
+    """Ten lines for 1,110 values."""
+    lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    for level in range(1, 3):
+        lines.append(f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]")
+    return "\n".join(lines)
+
+
+def merges() -> str:
+    lines = ["a0: &a0 {x: 1}"]
+    for level in range(1, 4):
+        lines.append(f"a{level}: &a{level} {{<<: [{', '.join([f'*a{level - 1}'] * 9)}]}}")
+    return "\n".join(lines)
+
+
+HOSTILE = [
+    (b"a: &a [*a]", "an alias is inside its own anchor"),
+    (b"a: " + b"[" * 70, "nested more than 64 deep"),
+    (b"a: " + b"{a: " * 70, "nested more than 64 deep"),
+    (b"\n".join(b" " * i + b"a:" for i in range(70)), "nested more than 64 deep"),
+    (b"x" * 3_000_000, "it has 3,000,000 characters"),
+    (b"a: [" + b"1," * 60_000 + b"1]", "more than 50,000 values"),
+    (b"a: " + b"9" * 5000, "digits"),
+    (b"train: {seed: 0x" + b"f" * 50 + b"}", "train.seed is a number of 200 bits"),
+    (b"a: \0", "not allowed"),
+    (b'train: {output_dir: "a\\0b"}', "train.output_dir is 'a.x00b'"),
+    (b'train: {output_dir: "\\ud800"}', "train.output_dir is"),
+    (b"\xff\xfe", "is not UTF-8 text"),
+    (b"a: 2024-13-45", "month must be in 1..12"),
+    (b"a: !!bool x", "not what it looks like"),
+    (b"a: !!timestamp x", "not what it looks like"),
+    (b"a: !!int ''", "not what it looks like"),
+    (b"a: !!python/object:os.system x", "could not determine a constructor"),
+    (b"1: 2", "1 is not a setting"),
+    (b"{1: 2, '1': 3}", "1 is set a second time"),
+    (b"a: {0x1: 2}", "a has the key 1, .*put it in quotes"),
+    (b"true: 2", "has the key True"),
+    (b"~: 2", "has the key None"),
+    (b"? [a]\n: b", "unhashable"),
+    (b"a: 1\n---\nb: 2", "another document"),
+    (b"a: *x", "undefined alias"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "named"), HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_files_are_refused_by_name(minimal_file, text, named):
+    minimal_file.write_bytes(text)
+    with pytest.raises(ValueError, match=rf"(?s)run\.yaml.*{named}"):
+        load_run_config(minimal_file)
+
+
+@pytest.mark.parametrize("text", [lists(), merges()], ids=["lists", "merges"])
+def test_files_that_expand_are_refused_before_values_are_made(minimal_file, text, monkeypatch):
+    monkeypatch.setattr(bounded_yaml, "_MAX_VALUES", 500)
+    monkeypatch.setattr(bounded_yaml._Loader, "construct_document", None)
+    minimal_file.write_text(text)
+    with pytest.raises(ValueError, match="expanded this has more than 500 values"):
+        load_run_config(minimal_file)
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("model.config=[" + "1," * 60_000 + "1]", "more than 50,000 values"),
+        ("model.config=" + "[" * 70, "nested more than 64 deep"),
+        ("train.seed=" + "9" * 5000, "digits"),
+        ("train.seed=0x" + "f" * 5000, "number of 20000 bits"),
+        ('train.output_dir="a\\0b"', "no text or path may have"),
+        ("a." * 5000 + "b=1", "has 5001 names"),
+        ("foo.bar=1", "foo is not a setting; the sections are"),
+        ("foo.bar.baz=1", "foo is not a setting"),
+        ("train.seed.x.y=1", 'train.seed is {"x": {"y": 1}}'),
+        ("train.part_learning_rates.x=a", 'train.part_learning_rates is "a"'),
+        ("data.num_workers=1000000", "data.num_workers is 1000000; it must be at most"),
+        ("parallel.dp_degree=1000000000000", "parallel.dp_degree is"),
+        ("model.lora={target_modules: [a], r: 1000000000}", "model.lora.r is 1000000000"),
+    ],
+)
+def test_hostile_overrides_name_the_command_line(minimal_file, override, named):
+    message = problems(minimal_file, override)
+    assert message.startswith("command line: ")
+    assert named in message
+    assert "run.yaml" not in message
+    assert len(message) < 1000
+
+
+def test_padding_beyond_the_longest_row_is_refused(minimal_file):
+    assert "exceeds the longest row of 2048" in problems(
+        minimal_file, "data.pad_to_multiple_of=4096"
+    )
+    assert (
+        load_run_config(minimal_file, ["data.pad_to_multiple_of=2048"]).data.pad_to_multiple_of
+        == 2048
+    )
+
+
+@pytest.mark.parametrize("inside", ["", "runs"])
+def test_output_dir_that_is_a_file_or_inside_one_is_refused(minimal_file, inside):
+    config = load_run_config(minimal_file, [f"train.output_dir={minimal_file / inside}"])
+    problems = launch_problems(config, "cpu")
+    assert any(f"{minimal_file} is a file, not a folder" in problem for problem in problems)

@@ -1,8 +1,6 @@
-"""Rules across settings.
+"""Rules across settings: each refuses its combination and names the values."""
 
-Guarantees: each rule refuses its combination and names the values; a valid configuration passes all
-rules.
-"""
+from typing import Any
 
 import pytest
 
@@ -18,9 +16,12 @@ HALF = {"parallel__reduce_dtype": "bfloat16", "model__compute_dtype": "bfloat16"
 
 OF_TOKENS = {"train__max_steps": None, "train__max_tokens": 9}
 STABLE = {"train__lr_scheduler_type": "warmup_stable_decay", "train__decay_ratio": 0.5}
+ROWS_OF_200 = {
+    "data__packing": True, "data__packing_length": 200, "data__max_vision_tokens_per_row": 20,
+}  # fmt: skip
 
 
-def make(**changes: object) -> VLRun:
+def make(run: Any = VLRun, **changes: object) -> Any:
     """A valid configuration with `section__name` values changed."""
     values = {
         "model": {"pretrained": "m"},
@@ -30,7 +31,7 @@ def make(**changes: object) -> VLRun:
     for name, value in changes.items():
         section, _, leaf = name.partition("__")
         values.setdefault(section, {})[leaf] = value
-    return VLRun.model_validate(values)
+    return run.model_validate(values)
 
 
 @pytest.fixture
@@ -41,162 +42,95 @@ def existing(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_family_without_token_counts_has_no_length_in_tokens():
-    values = {
-        "model": {"config": "none"},
-        "data": {"train": ["t.jsonl"], "processor": "none"},
-        "train": {"output_dir": "out", "max_tokens": 9},
-    }
-    problems = rule_problems(PI07Run.model_validate(values))
-    assert any(
-        "train.max_tokens is 9 but" in text and "counts no tokens" in text for text in problems
-    )
-
-
-def test_a_family_whose_rows_cannot_be_cut_refuses_slices():
-    values = {
-        "model": {"config": "none"},
-        "data": {"train": ["t.jsonl"], "processor": "none"},
-        "train": {"output_dir": "out", "max_steps": 9},
-        "parallel": {"sharding_degree": 2, "cp_degree": 2},
-    }
-    problems = rule_problems(PI07Run.model_validate(values))
-    assert any("parallel.cp_degree is 2, but pi07 cannot cut its rows" in text for text in problems)
-
-
 def test_valid_configuration_passes(existing):
     assert rule_problems(make()) == []
     assert launch_problems(make(), CPU) == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "part"),
-    [
-        ({"model__config": "c.json"}, "both are set of model.pretrained and model.config"),
-        ({"model__pretrained": None}, "neither is set of model.pretrained and model.config"),
-        ({"train__num_train_epochs": 1.0}, "train.max_steps and train.num_train_epochs are set"),
-        ({"train__max_tokens": 5}, "train.max_steps and train.max_tokens are set"),
-        ({"train__max_steps": None}, "set one of train.max_steps, train.num_train_epochs and"),
-        (
-            {**OF_TOKENS, "train__warmup_steps": 3},
-            "train.warmup_steps is 3 but the learning rate of a run of train.max_tokens follows",
-        ),
-        (
-            {**OF_TOKENS, "train__lr_scheduler_type": "cosine_decay_with_warmup"},
-            "cosine_decay_with_warmup counts steps, and train.max_tokens is set",
-        ),
-        (
-            {"train__warmup_steps": 1, "train__warmup_ratio": 0.1},
-            "train.warmup_steps 1 and train.warmup_ratio 0.1 are both set",
-        ),
-        (
-            {"train__warmup_ratio": 0.1, "train__lr_scheduler_type": "cosine_decay_with_warmup"},
-            "train.warmup_ratio is 0.1 but train.lr_scheduler_type is cosine_decay_with_warmup",
-        ),
-        (
-            {"train__lr_scheduler_type": "warmup_stable_decay"},
-            "warmup_stable_decay but train.decay_ratio is not set",
-        ),
-        ({**STABLE, "train__warmup_ratio": 0.7}, "are 1.2 of the run"),
-        ({**STABLE, "train__warmup_steps": 6}, "exceed train.max_steps 10: lower one of them"),
-        (
-            {"train__decay_type": "linear"},
-            "train.decay_type is linear but train.lr_scheduler_type is cosine",
-        ),
-        ({"data__train": []}, "data.train lists no file"),
-        ({"train__eval_steps": 5}, "train.eval_steps is 5 but data.eval lists no file"),
-        (
-            {"data__train": [{"path": "a.jsonl", "metrics": ["anls"]}]},
-            "metrics is set but no answers to these rows are scored",
-        ),
-        ({"data__min_pixels": 9, "data__max_pixels": 4}, "data.min_pixels 9 exceeds"),
-        (
-            {"data__video_min_frames": 9, "data__video_max_frames": 4},
-            "data.video_min_frames 9 exceeds data.video_max_frames 4",
-        ),
-        (
-            {"parallel__pp_token_rows": 64},
-            "parallel.pp_token_rows is 64 but parallel.pp_degree is 1, so it has no effect: set",
-        ),
-        (
-            {
-                "parallel__pp_visual_rows": 0,
-                "parallel__pp_degree": 2,
-                "parallel__pp_shapes": "dynamic",
-            },
-            "parallel.pp_visual_rows is 0 but parallel.pp_shapes is dynamic",
-        ),
-        ({"data__packing_length": 4096}, "data.packing_length is 4096 but data.packing is false"),
-        (
-            {"data__packing": True, "data__packing_length": 2047},
-            "data.packing_length 2047 is below data.max_length 2048",
-        ),
-        (
-            {"data__packing": True, "data__padding_side": "left"},
-            "data.padding_side is left but packed rows are padded on the right",
-        ),
-        (
-            {**SLICED, "data__padding_side": "left"},
-            "data.padding_side is left with parallel.cp_degree 2: slices are cut for padding that",
-        ),
-        (
-            {**SLICED, "train__objective": "preference"},
-            "train.objective is preference with parallel.cp_degree 2: log-probabilities of an",
-        ),
-        (
-            {"model__pretrained": None, "model__config": {}},
-            "data.processor is not set and there is no model.pretrained",
-        ),
-        (
-            {"parallel__fleet": {"mp_configs": {"mp_async_allreduce": True}}},
-            'parallel.fleet.mp_configs is {"mp_async_allreduce": true} but parallel.mp_degree is 1',
-        ),
-        (
-            SHARDED | {"parallel__fleet": {"sharding_configs": {"comm_overlap": True}}},
-            'parallel.fleet.sharding_configs is {"comm_overlap": true} but parallel.sharding_stage',
-        ),
-        (
-            {"parallel__expert_capacity_factor": 1.5},
-            "parallel.expert_capacity_factor is 1.5 but parallel.ep_degree is 1",
-        ),
-        (
-            {"parallel__ep_degree": 2, "parallel__expert_capacity_factor": 2.5},
-            "parallel.expert_capacity_factor is 2.5 but parallel.ep_degree is 2: buffers of 2",
-        ),
-        (
-            {"parallel__reshard_after_forward": False},
-            "parallel.reshard_after_forward is false but parallel.sharding_degree is 1",
-        ),
-        (
-            SHARDED | {"parallel__sharding_gather_overlap": True},
-            "parallel.sharding_gather_overlap is true but parallel.sharding_stage is 2",
-        ),
-        (
-            SHARDED | {"parallel__reduce_once_per_step": True},
-            "parallel.reduce_once_per_step is true but train.gradient_accumulation_steps is 1",
-        ),
-        (
-            SHARDED | HALF | {"model__compute_dtype": "float32"},
-            "parallel.reduce_dtype is bfloat16 but model.compute_dtype is float32",
-        ),
-    ],
-)
+PP_DYNAMIC = {"parallel__pp_degree": 2, "parallel__pp_shapes": "dynamic"}
+OPENTAU = {"train__lr_scheduler_type": "cosine_decay_with_warmup"}
+PACKED = {"data__packing": True}
+OVERLAP = {"parallel__fleet": {"sharding_configs": {"comm_overlap": True}}}
+ASYNC = {"parallel__fleet": {"mp_configs": {"mp_async_allreduce": True}}}
+SCORED = {"data__train": [{"path": "a.jsonl", "metrics": ["anls"]}]}
+SPARSE = {"parallel__expert_capacity_factor": 1.5}
+REFUSED = [
+    ({"model__config": "c.json"}, "both are set of model.pretrained and model.config"),
+    ({"model__pretrained": None}, "neither is set of model.pretrained and model.config"),
+    ({"train__num_train_epochs": 1.0}, "train.max_steps and train.num_train_epochs are set"),
+    ({"train__max_tokens": 5}, "train.max_steps and train.max_tokens are set"),
+    ({"train__max_steps": None}, "set one of train.max_steps, train.num_train_epochs and"),
+    (OF_TOKENS | {"train__warmup_steps": 3}, "train.warmup_steps is 3 but the learning rate of"),
+    (OF_TOKENS | OPENTAU, "counts steps, and train.max_tokens is set"),
+    ({"train__warmup_steps": 1, "train__warmup_ratio": 0.1}, "train.warmup_ratio 0.1 are both set"),
+    (OPENTAU | {"train__warmup_ratio": 0.1}, "train.warmup_ratio is 0.1 but train.lr_scheduler_"),
+    (STABLE | {"train__decay_ratio": None}, "but train.decay_ratio is not set"),
+    (STABLE | {"train__warmup_ratio": 0.7}, "are 1.2 of the run"),
+    (STABLE | {"train__warmup_steps": 6}, "exceed train.max_steps 10: lower one of them"),
+    ({"train__decay_type": "linear"}, "linear but train.lr_scheduler_type is cosine"),
+    ({"data__train": []}, "data.train lists no file"),
+    ({"train__eval_steps": 5}, "train.eval_steps is 5 but data.eval lists no file"),
+    (SCORED, "metrics is set but no answers to these rows are scored"),
+    ({"data__min_pixels": 9, "data__max_pixels": 4}, "data.min_pixels 9 exceeds"),
+    ({"data__video_min_frames": 9, "data__video_max_frames": 4}, "exceeds data.video_max_frames"),
+    ({"parallel__pp_token_rows": 64}, "pp_token_rows is 64 but parallel.pp_degree is 1"),
+    (PP_DYNAMIC | {"parallel__pp_visual_rows": 0}, "0 but parallel.pp_shapes is dynamic"),
+    ({"data__packing_length": 4096}, "data.packing_length is 4096 but data.packing is false"),
+    (PACKED | {"data__packing_length": 2047}, "2047 is below data.max_length 2048"),
+    (PACKED | {"data__padding_side": "left"}, "but packed rows are padded on the right"),
+    (SLICED | {"data__padding_side": "left"}, "slices are cut for padding that"),
+    (SLICED | {"train__objective": "preference"}, "train.objective is preference with parallel.cp"),
+    ({"model__pretrained": None, "model__config": {}}, "data.processor is not set and there is no"),
+    (ASYNC, 'is {"mp_async_allreduce": true} but parallel.mp_degree is 1'),
+    (SHARDED | OVERLAP, 'is {"comm_overlap": true} but parallel.sharding_stage'),
+    (SPARSE, "parallel.expert_capacity_factor is 1.5 but parallel.ep_degree is 1"),
+    (
+        {"parallel__ep_degree": 2, "parallel__expert_capacity_factor": 2.5},
+        "is 2.5 but parallel.ep_degree is 2: buffers of 2",
+    ),
+    ({"parallel__reshard_after_forward": False}, "is false but parallel.sharding_degree is 1"),
+    (SHARDED | {"parallel__sharding_gather_overlap": True}, "true but parallel.sharding_stage is"),
+    (SHARDED | {"parallel__reduce_once_per_step": True}, "but train.gradient_accumulation_steps"),
+    (SHARDED | HALF | {"model__compute_dtype": "float32"}, "but model.compute_dtype is float32"),
+]
+
+
+@pytest.mark.parametrize(("changes", "part"), REFUSED)
 def test_rule_fires(changes, part):
     assert any(part in problem for problem in rule_problems(make(**changes)))
 
 
 @pytest.mark.parametrize(
-    ("data", "part"),
+    ("changes", "part"),
     [
-        ({"train": []}, "neither is set of data.train and data.synthetic_samples"),
-        ({"synthetic_samples": 8}, "both are set of data.train and data.synthetic_samples"),
-        ({"groups": {"u.jsonl": "g"}}, "differ in t.jsonl, u.jsonl: give every file its group"),
+        ({"data__train": []}, "neither is set of data.train and data.synthetic_samples"),
+        ({"data__synthetic_samples": 8}, "both are set of data.train and data.synthetic_samples"),
+        ({"data__groups": {"u.jsonl": "g"}}, "differ in t.jsonl, u.jsonl: give every file its"),
+        (OF_TOKENS, "counts no tokens"),
+        (SLICED, "parallel.cp_degree is 2, but pi07 cannot cut its rows"),
     ],
 )
-def test_rule_of_a_policy_fires(data, part):
-    values = {"model": {"pretrained": "m"}, "train": {"output_dir": "out", "max_steps": 10}}
-    config = PI07Run.model_validate({**values, "data": {"train": ["t.jsonl"]} | data})
-    assert any(part in problem for problem in rule_problems(config))
+def test_rule_of_a_policy_fires(changes, part):
+    assert any(part in problem for problem in rule_problems(make(PI07Run, **changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens", "visual"),
+    [
+        ({"pp_token_rows": 50}, 50, 50),
+        ({"pp_token_rows": 50, "pp_visual_rows": 7}, 50, 7),
+        ({"data__pad_to_multiple_of": 8, "pp_visual_rows": 0}, 3 * 104, 0),
+        (ROWS_OF_200 | {"pp_visual_rows": 9}, 3 * 200, 9),
+        (ROWS_OF_200 | {"pp_token_rows": 500}, 500, 3 * 20),
+        (ROWS_OF_200, None, None),
+    ],
+)
+def test_bounds_of_the_data_complete_what_a_pipeline_reserves(changes, tokens, visual):
+    given = {k if "__" in k else f"parallel__{k}": v for k, v in changes.items()}
+    base = {"parallel__pp_degree": 2, "train__per_device_train_batch_size": 3}
+    config = make(**base, **{"data__max_length": 100} | given)
+    assert config.reserved_rows == (None if tokens is None else (tokens, visual))
+    assert make(PI07Run).reserved_rows is None
 
 
 @pytest.mark.parametrize(

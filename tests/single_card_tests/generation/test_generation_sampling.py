@@ -1,10 +1,6 @@
 """Rules on next-token scores, and sampling.
 
-Guarantees: every rule alone, and all together, give the values of transformers 5.23 (computed there
-and copied); a prompt's padding does not count as a seen token, a generated token does. Tokens are
-drawn with their probabilities and never at probability 0, at both ends of the uniform number; a
-prompt's random numbers depend only on the seed and its row. Rows of different settings do not mix,
-and draw alike from few candidates and from all tokens.
+Values of the rules are those of transformers 5.23, computed there and copied.
 """
 
 from typing import Any

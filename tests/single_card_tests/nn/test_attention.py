@@ -1,11 +1,7 @@
-"""Causal and segment attention.
+"""Causal and segment attention of every implementation, against softmax over a dense mask.
 
-Guarantees: values and gradients of the plain implementation, the CPU kernels and the GPU calls
-equal softmax over a dense mask, with grouped key heads, cached keys, masked keys, rows longer than
-a query block, and several samples per row; attention of packed samples computes only blocks within
-a sample. Which kernels a GPU runs: `test_gpu_attention.py`.
-
-The oracle repeats key heads and masks densely in double precision.
+The oracle repeats key heads and masks densely in double precision. Which kernels a GPU runs:
+`test_gpu_kernel_contracts`.
 """
 
 import numpy as np
@@ -13,10 +9,18 @@ import paddle
 import pytest
 
 from paddle_vl.batch.positions import segment_offsets
-from paddle_vl.nn.attention import PackedSamples, Segments, causal_attention
-from paddle_vl.nn.attention_masks import MASKED_SCORE, BlockMask
+from paddle_vl.nn.attention import (
+    CachedKeys,
+    PackedSamples,
+    Segments,
+    cached_attention,
+    causal_attention,
+    masked_attention,
+)
+from paddle_vl.nn.attention_masks import MASKED_SCORE, AttentionMask, BlockMask
+from paddle_vl.nn.cpu import attention, onednn
 from paddle_vl.nn.cpu.attention import packed_blocks
-from tests.support.gpu_stubs.pretended import implementation
+from tests.support.implementations import implementation
 
 
 @pytest.fixture(params=["cpu", "plain", "a100", "h100"])
@@ -25,9 +29,9 @@ def _kernels(request):
         yield
 
 
-def draw(*shape, seed):
-    value = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-    return paddle.to_tensor(value, stop_gradient=False)
+def draw(*shape, seed=0, scale=1.0):
+    value = np.random.default_rng(seed).normal(size=shape) * scale
+    return paddle.to_tensor(value.astype(np.float32), stop_gradient=False)
 
 
 def dense(q, k, v, allowed):
@@ -153,3 +157,141 @@ def test_tokens_of_a_block_mask_see_their_block_and_earlier_ones():
         part = mask.of_queries(queries)
         np.testing.assert_array_equal(part.visible_BLS.numpy(), wanted[:, queries])
     np.testing.assert_array_equal(mask.visible_BLS.numpy(), wanted)
+
+
+def qkv(length=300, scale=1.0, value_scale=1.0):
+    return [draw(2, length, 4, 8, seed=1, scale=scale), draw(2, length, 2, 8, seed=2),
+            draw(2, length, 2, 8, seed=3, scale=value_scale)]  # fmt: skip
+
+
+def gradients(run, inputs):
+    out = run(*inputs)
+    weight = paddle.to_tensor(np.random.default_rng(9).normal(size=out.shape).astype(np.float32))
+    return [out, *paddle.grad((out * weight).sum(), inputs)]
+
+
+def assert_equals_plain(run, inputs, tolerance=1e-5):
+    """Values and gradients, relative to the largest."""
+    results = []
+    for kernels in ("cpu", "plain"):
+        with implementation(kernels):
+            results.append(gradients(run, inputs))
+    for mine, plain in zip(*results, strict=True):
+        mine, plain = mine.numpy(), plain.numpy()
+        np.testing.assert_allclose(mine, plain, atol=tolerance * np.abs(plain).max())
+
+
+@pytest.mark.parametrize("chunk", [1, 1 << 20, 8 << 20], ids=["heads", "some", "all"])
+@pytest.mark.parametrize("queries", [50, 300], ids=["one block", "blocks"])
+@pytest.mark.parametrize("has_library", [True, False], ids=["oneDNN", "Paddle"])
+def test_heads_are_computed_in_chunks_with_their_own_masks(
+    monkeypatch, chunk, queries, has_library
+):
+    if not has_library:
+        monkeypatch.setattr(onednn, "is_available", lambda: False)
+    monkeypatch.setattr(attention, "_CHUNK_BYTES", chunk)
+    assert_equals_plain(causal_attention, qkv(queries))
+    visible = np.random.default_rng(4).random([2, queries, 300]) < 0.3
+    mask = AttentionMask(paddle.to_tensor(visible))
+    q, k, v = qkv()
+    q = q.detach()[:, :queries]
+    q.stop_gradient = False
+    assert_equals_plain(lambda *x: masked_attention(*x, mask, 0.3, "sdpa"), [q, k, v])
+
+
+@pytest.mark.parametrize(
+    ("scale", "value_scale", "tolerance"),
+    [(20.0, 1.0, 1e-4), (300.0, 1.0, 2e-3), (1.0, 1e35, 1e-5)],
+)
+def test_scores_and_values_of_any_size_are_exact(scale, value_scale, tolerance):
+    assert_equals_plain(causal_attention, qkv(40, scale, value_scale), tolerance)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_values_that_are_not_finite_stay_so(which, value):
+    inputs = [x.numpy() for x in qkv(length=20)]
+    inputs[which][0, 3, 0, 0] = value
+    with implementation("cpu"):
+        out = causal_attention(*map(paddle.to_tensor, inputs))
+    assert not np.isfinite(out[0, 3:].numpy()).all()
+    assert np.isfinite(out[1].numpy()).all()
+
+
+@pytest.mark.parametrize("kind", ["eager", "sdpa"])
+def test_a_query_without_a_key_gets_the_average_or_zero(kind):
+    visible = np.random.default_rng(4).random([2, 300, 300]) < 0.3
+    visible[0, 5] = visible[1, 200:] = False
+    mask = AttentionMask(paddle.to_tensor(visible))
+    q, k, v = qkv()
+    with implementation("cpu"):
+        out = masked_attention(q, k, v, mask, 0.3, kind)
+    wanted = v[1].mean(axis=0).repeat_interleave(2, axis=0) * (kind == "eager")
+    np.testing.assert_allclose(out[1, 250].numpy(), wanted.numpy(), atol=1e-6)
+    assert_equals_plain(lambda *x: masked_attention(*x, mask, 0.3, kind), [q, k, v])
+
+
+def test_keys_that_a_block_does_not_see_are_not_multiplied(monkeypatch):
+    length, sizes, product = 512, [], paddle.matmul
+    marks = paddle.ones([1, length], dtype="int64")
+    mask = BlockMask(paddle.ones([1, length], dtype="bool"), marks)
+    q, k, v = (draw(1, length, 1, 8, seed=seed) for seed in range(3))
+
+    def recorded(x, y, **settings):
+        out = product(x, y, **settings)
+        sizes.append(out.shape[-1] if settings else 0)
+        return out
+
+    monkeypatch.setattr(paddle, "matmul", recorded)
+    with implementation("cpu"):
+        masked_attention(q, k, v, mask, 0.3)
+    assert [size for size in sizes if size] == [128, 256, 384, 512]
+
+
+def test_other_dtypes_are_computed_in_theirs():
+    inputs = [x.detach().astype("float64") for x in qkv(length=150)]
+    for x in inputs:
+        x.stop_gradient = False
+    with implementation("cpu"):
+        found = gradients(lambda *x: causal_attention(*x).astype("float32"), inputs)
+    assert [x.dtype for x in found[1:]] == [paddle.float64] * 3
+    assert_equals_plain(lambda *x: causal_attention(*x).astype("float32"), inputs, 1e-6)
+
+
+def test_backward_keeps_no_probabilities():
+    """Live memory after the forward pass is that of a few rows, not of scores."""
+    length = 1024
+    inputs = [draw(1, length, 4, 8, seed=s) for s in (1, 2, 3)]
+    core = paddle.base.core
+    with implementation("cpu"):
+        # Masks are made once.
+        causal_attention(*inputs)
+        before = core.host_memory_stat_current_value("Allocated", 0)
+        out = causal_attention(*inputs)
+        kept = core.host_memory_stat_current_value("Allocated", 0) - before
+    scores = 4 * length * length * 4 // 2
+    assert kept < scores / 8, out.shape
+
+
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_whole_buffers_give_the_attention_of_the_keys_so_far(length, is_padded):
+    batch, heads, key_heads, width, capacity, keys = 2, 6, 2, 8, 11, 7
+    query = draw(batch, length, heads, width)
+    buffers = [draw(batch, key_heads, capacity, width, seed=seed) for seed in (1, 2)]
+    bias_BS = None
+    if is_padded:
+        bias_BS = paddle.zeros([batch, keys])
+        bias_BS[1, :3] = MASKED_SCORE
+    with implementation("plain"):
+        wanted = cached_attention(query, *buffers, CachedKeys(keys, bias_BS)).numpy()
+    with implementation("cpu"):
+        found = cached_attention(query, *buffers, CachedKeys(keys, bias_BS)).numpy()
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    hidden = buffers[1].detach().clone()
+    hidden[:, :, keys:] = 1e4
+    if is_padded:
+        hidden[1, :, :3] = -1e4
+    with implementation("cpu"):
+        again = cached_attention(query, buffers[0], hidden, CachedKeys(keys, bias_BS)).numpy()
+    np.testing.assert_array_equal(again, found)

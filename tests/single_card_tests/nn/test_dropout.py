@@ -1,9 +1,4 @@
-"""Dropout on the CPU.
-
-Guarantees: entries are dropped with exactly the probability that is asked for, at the resolution of
-32 bits, and the others scaled; the state of Paddle's generator decides which, and advances; the
-gradient passes where values do; the compiled kernel drops the same entries as NumPy's generator.
-"""
+"""Dropout on the CPU, of NumPy's generator and compiled: which entries, and how many."""
 
 import numpy as np
 import paddle

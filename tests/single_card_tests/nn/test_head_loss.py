@@ -1,10 +1,4 @@
-"""The loss of a head in chunks, on rows with a target only.
-
-Guarantees: loss and every gradient equal those of the logits of all rows, for one chunk and for
-many, with factors of rows, adapters on the head and frozen weights; no more logits than
-`CHUNK_LOGITS` exist at once; a batch without targets has zero gradients and runs the head; several
-ranks, with vocabulary and token rows divided, equal one. The oracle is the loss of all logits.
-"""
+"""The loss of a head in chunks, on rows with a target only, against the loss of all logits."""
 
 from functools import partial
 

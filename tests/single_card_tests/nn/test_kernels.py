@@ -1,10 +1,6 @@
 """The choice between an operation's plain implementation and its kernels, and what kernels keep.
 
-Guarantees: the first kernel of the table runs that is for the first tensor's device, may be used
-now and fits the arguments, which may be named; without one the plain implementation; a choice holds
-for the process, a forced one until its block ends, also nested or after an error; one line tells
-what is chosen; an output without a backward pass is freed with all that its kernel has kept. Tests
-of the operations and the golden cases cover the results of kernels.
+Results of kernels: the tests of the operations and the golden cases.
 """
 
 import gc

@@ -1,9 +1,4 @@
-"""Kernels on the CPU by oneDNN's C API.
-
-Guarantees: values and gradients are those of the formulas, for any number of rows and threads, also
-without a gradient of some input; inputs that primitives do not take, and a Paddle without oneDNN,
-give the same results by Paddle's kernels; two threads may call one primitive.
-"""
+"""Kernels on the CPU by oneDNN's C API, and the same results by Paddle's kernels without it."""
 
 import logging
 import math

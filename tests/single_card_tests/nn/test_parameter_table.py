@@ -1,10 +1,4 @@
-"""The table of parameters.
-
-Guarantees: a parameter without a spec is an error, and so is a copy of one that has a spec; the
-optimizer's master weight has the spec of its parameter; a table keeps no parameter alive; the
-shards of all ranks concatenate to the full value, also for fused blocks and experts; every
-parameter of a model has a spec, also added adapters and separated linears.
-"""
+"""The table of parameters: specs, and shards that are put together."""
 
 import copy
 import gc
@@ -55,13 +49,6 @@ def test_the_optimizer_has_the_spec_of_a_master_weight():
     assert tensor is store.shard_of(weight)
     assert tensor is not weight
     assert spec is PARTIAL
-
-
-def test_others_are_replicated_and_keep_what_they_have():
-    table, first, second = ParameterTable(), parameter(2), parameter(2)
-    table.add([first], PARTIAL)
-    table.add_replicated([first, second])
-    assert [spec for _, spec in table.with_specs([first, second])] == [PARTIAL, ParamSpec()]
 
 
 def test_a_table_keeps_no_parameter_alive():
@@ -118,13 +105,6 @@ def test_shards_put_together_are_the_full_value(spec, shape):
         np.testing.assert_array_equal(table.full_value(own), full)
 
 
-def test_a_rank_has_its_share_of_every_fused_block():
-    table, weight = ParameterTable(Ranks(1)), parameter(1, 8)
-    table.add([weight], ParamSpec(split_axis=1, blocks=(4, 2, 2)))
-    own = table.own_shard(weight, np.arange(8.0)[None])
-    assert own.tolist() == [[2, 3, 5, 7]]
-
-
 def test_every_parameter_of_a_model_has_a_spec():
     model = tiny_model()
     table = model.placement.parameter_table
@@ -132,3 +112,8 @@ def test_every_parameter_of_a_model_has_a_spec():
     parameters = model.parameters()
     assert any("lora" in name for name, _ in model.named_parameters())
     assert len(table.with_specs(parameters)) == len(parameters)
+    # Others are replicated, and keep what they have.
+    table, first, second = ParameterTable(), parameter(2), parameter(2)
+    table.add([first], PARTIAL)
+    table.add_replicated([first, second])
+    assert [spec for _, spec in table.with_specs([first, second])] == [PARTIAL, ParamSpec()]

@@ -1,16 +1,4 @@
-"""Fused and separate projections: query, key and value; gate and up.
-
-Guarantees: fresh fused weights equal those that each linear would draw; separating changes no
-output, gradient or file, whether the model is materialized or not; where a setting concerns one
-linear alone, a run separates that layer and trains as with unfused linears; a linear that cannot be
-separated is refused.
-
-Low-rank adapters of linears.
-
-Guarantees: the output is the linear's plus `scaling * dropout(x) A B`; a fresh adapter adds zero;
-dropout, with its upscaling, acts on the input and only in training; merging keeps the output, for
-both weight layouts and a linear with a bias.
-"""
+"""Fused and separate projections, and low-rank adapters of linears."""
 
 import numpy as np
 import paddle
@@ -18,7 +6,6 @@ import pytest
 
 from paddle_vl import Qwen3VLForConditionalGeneration
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
-from paddle_vl.config.load import load_run_config
 from paddle_vl.config.schema import LoRAConfig, TrainConfig
 from paddle_vl.nn.linear import (
     Columns,
@@ -30,10 +17,10 @@ from paddle_vl.nn.linear import (
 )
 from paddle_vl.nn.lora import LowRankSettings, initial_factor
 from paddle_vl.testing.qwen3_vl import token_rows
-from paddle_vl.train.build import build_trainer
 from paddle_vl.train.freeze import freeze_parameters, treated_apart
 from paddle_vl.train.optimizer import Optimizer
 from tests.single_card_tests.train.tiny_run import write_tiny_run
+from tests.single_card_tests.train.whole_runs import build
 from tests.support.tiny import tiny_config, tiny_model
 
 QUERIES = "model.language_model.layers.1.self_attn.q_proj.weight"
@@ -85,16 +72,6 @@ def test_a_model_without_values_yet_is_separated_too():
         np.testing.assert_array_equal(array, wanted[key], err_msg=key)
 
 
-def test_files_do_not_say_what_was_fused(tmp_path):
-    model = tiny_model()
-    model.save_pretrained(tmp_path / "fused")
-    model.separate(fused_weights(model))
-    model.save_pretrained(tmp_path / "apart")
-    names = [f"{name}/model.safetensors" for name in ("fused", "apart")]
-    fused, apart = ((tmp_path / name).read_bytes() for name in names)
-    assert fused == apart
-
-
 def test_an_adapter_stands_beside_a_linear_of_its_own_in_that_layer_alone():
     model = tiny_model()
     model.add_lora(LoRAConfig(r=2, target_modules=["*.layers.1.*.q_proj"]))
@@ -107,15 +84,7 @@ def test_an_adapter_stands_beside_a_linear_of_its_own_in_that_layer_alone():
     assert set(model.adapter.targets) == {QUERIES.removesuffix(".weight")}
 
 
-def test_linears_of_one_weight_are_not_frozen_in_part():
-    named = list(tiny_model().hf_named_parameters())
-    trained = {name for name, _ in named} - {QUERIES}
-    with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.q_proj.*separate them first"):
-        freeze_parameters(named, trained)
-    assert len(treated_apart(named, trained.__contains__)) == 1
-
-
-def test_linears_of_one_weight_have_one_rate_and_one_decay():
+def test_linears_of_one_weight_have_one_rate_and_one_decay_and_are_frozen_together():
     named, train = list(tiny_model().hf_named_parameters()), TrainConfig(output_dir="o")
     with pytest.raises(ValueError, match=r"q_proj.* have different settings of their weight decay"):
         Optimizer(named, train, {QUERIES})
@@ -123,6 +92,10 @@ def test_linears_of_one_weight_have_one_rate_and_one_decay():
         Optimizer(named, train, set(), rate_factors={QUERIES: 0.5})
     with pytest.raises(ValueError, match="they are trained together or not at all"):
         Optimizer([(n, p) for n, p in named if n != QUERIES], train, set())
+    trained = {name for name, _ in named} - {QUERIES}
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.q_proj.*separate them first"):
+        freeze_parameters(named, trained)
+    assert len(treated_apart(named, trained.__contains__)) == 1
 
 
 @pytest.mark.parametrize(
@@ -134,9 +107,7 @@ def test_linears_of_one_weight_have_one_rate_and_one_decay():
     ],
 )
 def test_a_run_has_apart_what_a_setting_treats_alone(setting, is_frozen, tmp_path):
-    run_file = write_tiny_run(tmp_path)
-    overrides = [f"train.output_dir={tmp_path / 'out'}", "train.max_steps=2", setting]
-    trainer = build_trainer(load_run_config(run_file, overrides))
+    trainer = build(write_tiny_run(tmp_path), tmp_path / "out", "train.max_steps=2", setting)
     model = trainer.runner.model
     before = model.hf_state_dict()
     layers = [decoder_layer.self_attn.qkv_proj for decoder_layer in model.decoder_layers]

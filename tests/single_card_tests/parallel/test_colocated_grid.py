@@ -1,10 +1,6 @@
-"""Settings, rules and roles of the colocated schedule.
+"""Roles and groups of the colocated schedule, and the random numbers of its encoder.
 
-Guarantees: every layout that cannot run is refused with its numbers before anything is built, and
-no other rule speaks; layouts that can run pass; each rank has one role, each item of a data lane
-goes to one encoder lane that serves it, and every bridge group exchanges the rows of whole data
-lanes; the description names what every rank does; the encoder's random numbers are the same on its
-mp ranks, on every run, and differ between lanes and steps.
+The rules for its layouts are in `test_degrees`.
 """
 
 import itertools
@@ -13,78 +9,8 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.config.families import EncoderShape
-from paddle_vl.config.parallel_settings import EncoderConfig
 from paddle_vl.parallel import random_state
 from paddle_vl.parallel.colocated.grid import ColocatedGrid, Place
-from paddle_vl.parallel.degrees import ParallelDegrees, TopologyPlan, plan_problems
-
-SHAPE = EncoderShape({"vision_config.num_heads": 48})
-
-
-def problems(encoder: dict, num_processes: int | None = None, **degrees) -> list[str]:
-    settings = {"pp_degree": 2, "num_micro_batches": 2, "schedule": "colocated"} | degrees
-    chosen = ParallelDegrees(encoder=EncoderConfig(**encoder), **settings)
-    return plan_problems(TopologyPlan(chosen, num_processes or chosen.num_processes, encoder=SHAPE))
-
-
-@pytest.mark.parametrize(
-    ("encoder", "degrees"),
-    [
-        ({}, {}),
-        ({"dp_degree": 2}, {}),
-        ({"mp_degree": 2}, {"num_micro_batches": 1}),
-        ({"dp_degree": 8}, {"dp_degree": 2, "mp_degree": 2}),
-        ({"dp_degree": 1, "mp_degree": 8}, {"dp_degree": 2, "mp_degree": 2}),
-        ({"mp_degree": 4, "sharding_stage": 1}, {"sharding_degree": 4, "pp_degree": 2}),
-        ({}, {"pp_degree": 4, "num_virtual_stages": 2, "num_micro_batches": 8}),
-        ({}, {"pp_degree": 4, "num_micro_batches": 1}),
-    ],
-)
-def test_layouts_that_can_run_pass(encoder, degrees):
-    assert problems(encoder, **degrees) == []
-
-
-@pytest.mark.parametrize(
-    ("encoder", "degrees", "message"),
-    [
-        ({}, {"pp_degree": 1}, "parallel.schedule is colocated but parallel.pp_degree is 1"),
-        (
-            {"dp_degree": 2}, {"dp_degree": 2},
-            "parallel.encoder: dp_degree 2 x mp_degree 1 = 2, but the run has 4 ranks",
-        ),
-        ({"mp_degree": 3}, {}, "parallel.encoder.mp_degree 3 does not divide the 2 ranks"),
-        (
-            {"mp_degree": 2}, {"dp_degree": 2, "pp_degree": 3},
-            "3 encoder lanes (6 ranks / parallel.encoder.mp_degree 2) and 2 data lanes "
-            "(parallel.dp_degree 2 x sharding_degree 1): one number must divide the other",
-        ),
-        (
-            {"mp_degree": 2, "sharding_stage": 1}, {},
-            "parallel.encoder.sharding_stage is 1 but there is one encoder lane of 2 ranks",
-        ),
-        (
-            {"mp_degree": 32}, {"pp_degree": 32},
-            "vision_config.num_heads 48 does not divide by parallel.encoder.mp_degree 32 "
-            "(48 = 1 x 32 + 16)",
-        ),
-        ({}, {"dp_degree": 2, "ep_degree": 2}, "parallel.ep_degree 2: expert parallelism is not"),
-        (
-            {}, {"pp_degree": 4, "num_virtual_stages": 2, "num_micro_batches": 3},
-            "train.gradient_accumulation_steps 3 is less than parallel.pp_degree 4",
-        ),
-    ],
-)  # fmt: skip
-def test_each_rule_refuses_its_case_with_the_numbers(encoder, degrees, message):
-    found = problems(encoder, **degrees)
-    assert len(found) == 1, found
-    assert message in found[0]
-
-
-@pytest.mark.parametrize("degree", ["pp_degree", "cp_degree"])
-def test_other_degrees_of_the_encoder_are_refused(degree):
-    with pytest.raises(ValueError, match=f"{degree}(.|\n)*1"):
-        EncoderConfig(**{degree: 2})
 
 
 def grid_of(lanes: int, stages: int, mp: int, encoder_mp: int, by_sharding: bool) -> ColocatedGrid:

@@ -1,9 +1,4 @@
-"""Options of fleet: which are passed through and which are refused.
-
-Guarantees: each overlap is on wherever its conditions hold, a run's choice decides otherwise, and
-docs/parallelism.md has the table of them; variables of the environment are told where they are
-missing.
-"""
+"""Options of fleet and overlaps: which are passed through, on, or refused."""
 
 import re
 import sys
@@ -23,6 +18,7 @@ from paddle_vl.parallel.fleet_strategy import (
 )
 from paddle_vl.parallel.launcher import launch
 
+PP = {"pp_degree": 4, "num_micro_batches": 8}
 ALL = ParallelDegrees(
     mp_degree=2, pp_degree=2, sharding_degree=2, num_micro_batches=4, sequence_parallel=True
 )
@@ -53,41 +49,41 @@ def test_defaults_are_those_that_are_right_here():
     assert not fleet_strategy(ALL).pipeline_configs["enable_partial_send_recv"]
 
 
-@pytest.mark.parametrize(
-    ("section", "option", "value", "message"),
-    [
-        ("mp_configs", "mp_async_alreduce", True, "unknown.*nearest option is mp_async_allreduce"),
-        ("mp_configs", "recompute_allgather", 1, "is 1; its type is bool"),
-        ("mp_configs", "nccl_config", "x", "unknown"),
-        ("pp_configs", "enable_dynamic_shape", True, "decided or ruled out by this package"),
-        ("sharding_configs", "comm_buffer_size_MB", 2.5, "type is int"),
-        ("sharding_configs", "comm_buffer_size_MB", 0, "must be at least 1"),
-        ("sharding_configs", "split_param", False, "decided or ruled out"),
-    ],
-)
-def test_what_is_unknown_mistyped_or_wrong_here_is_refused(section, option, value, message):
-    (problem,) = problems(**{section: {option: value}})
-    assert problem.startswith(f"parallel.fleet.{section}.{option} ")
+OF_MP: dict = {"mp_degree": 2}
+FUSED = {"mp_async_allreduce": True, "mp_fused_linear_param_grad_add": True}
+OVERLAP = {"sharding_configs": {"comm_overlap": True}}
+REFUSED = [
+    ({}, {"mp_configs": {"mp_async_alreduce": True}}, "unknown.*nearest option is mp_async_allr"),
+    ({}, {"mp_configs": {"recompute_allgather": 1}}, "is 1; its type is bool"),
+    ({}, {"mp_configs": {"nccl_config": "x"}}, "unknown"),
+    ({}, {"pp_configs": {"enable_dynamic_shape": True}}, "decided or ruled out by this package"),
+    ({}, {"sharding_configs": {"comm_buffer_size_MB": 2.5}}, "type is int"),
+    ({}, {"sharding_configs": {"comm_buffer_size_MB": 0}}, "must be at least 1"),
+    ({}, {"sharding_configs": {"split_param": False}}, "decided or ruled out"),
+    (OF_MP, {"mp_configs": {"mp_skip_c_identity": True}}, "no effect without mp_async_allreduce"),
+    (OF_MP, {"mp_configs": {"sp_async_reduce_scatter": True}}, r"without parallel\.sequence_para"),
+    (
+        OF_MP, {"mp_configs": {"mp_async_allreduce": True, "mp_skip_c_identity": False}},
+        "a CPU lacks its kernel for mp_skip_c_identity: false",
+    ),
+    (
+        {"sharding_degree": 2, "pp_schedule": "dualpipev", **PP}, OVERLAP,
+        "but dualpipev computes gradients in two parts",
+    ),
+    (
+        {"sharding_degree": 2, "mp_degree": 2}, {"mp_configs": FUSED, **OVERLAP},
+        "but mp_fused_linear_param_grad_add passes its gradients",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "options", "message"), REFUSED)
+def test_what_cannot_be_or_does_nothing_is_refused(settings, options, message):
+    (problem,) = problems(ParallelDegrees(**settings) if settings else ALL, **options)
+    assert problem.startswith("parallel.fleet.")
     assert re.search(message, problem), problem
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mp_skip_c_identity": True}, "no effect without mp_async_allreduce"),
-        ({"sp_async_reduce_scatter": True}, r"no effect without parallel\.sequence_parallel"),
-        (
-            {"mp_async_allreduce": True, "mp_skip_c_identity": False},
-            "a CPU lacks its kernel for mp_skip_c_identity: false",
-        ),
-    ],
-)
-def test_an_overlap_that_cannot_run_or_does_nothing_is_refused(options, message):
-    (problem,) = problems(ParallelDegrees(mp_degree=2), mp_configs=options)
-    assert re.search(message, problem), problem
-
-
-PP = {"pp_degree": 4, "num_micro_batches": 8}
 # The topologies of the table in docs/parallelism.md.
 TOPOLOGIES = {
     "dp": ParallelDegrees(dp_degree=2),
@@ -135,12 +131,6 @@ def test_the_documented_table_is_that_of_the_function():
     assert table() in text, table()
 
 
-@pytest.mark.parametrize("name", TOPOLOGIES)
-def test_nothing_is_on_by_default_on_a_cpu(name):
-    chosen = overlaps(TOPOLOGIES[name], on_gpu=False, connections="1")
-    assert not any(each.is_on for each in chosen.values())
-
-
 @pytest.mark.parametrize(
     ("topology", "variable", "option", "reason"),
     [
@@ -175,36 +165,13 @@ def test_a_runs_choice_is_kept_with_what_follows_from_it():
     # Kept rows are those of this rank then.
     assert found["mp_configs"]["recompute_allgather"]
     assert overlaps(ALL, gathers=True)["sharding_gather_overlap"].is_on
-
-
-@pytest.mark.parametrize(
-    ("settings", "options", "message"),
-    [
-        (
-            {"sharding_degree": 2, "pp_schedule": "dualpipev", **PP},
-            {"sharding_configs": {"comm_overlap": True}},
-            "comm_overlap is true, but dualpipev computes gradients in two parts",
-        ),
-        (
-            {"sharding_degree": 2, "mp_degree": 2},
-            {
-                "mp_configs": {"mp_async_allreduce": True, "mp_fused_linear_param_grad_add": True},
-                "sharding_configs": {"comm_overlap": True},
-            },
-            "comm_overlap is true, but mp_fused_linear_param_grad_add passes its gradients",
-        ),
-    ],
-)
-def test_overlaps_that_contradict_each_other_are_refused(settings, options, message):
-    (problem,) = problems(ParallelDegrees(**settings), **options)
-    assert message in problem
-
-
-def test_gradients_that_no_hook_sees_turn_the_default_off():
+    # Gradients that no hook sees turn the default off.
     degrees = ParallelDegrees(sharding_degree=2, mp_degree=2)
-    fused = {"mp_async_allreduce": True, "mp_fused_linear_param_grad_add": True}
-    chosen = overlaps(degrees, FleetConfig(mp_configs=fused), on_gpu=True, connections="1")
+    chosen = overlaps(degrees, FleetConfig(mp_configs=FUSED), on_gpu=True, connections="1")
     assert not chosen["sharding_configs.comm_overlap"].is_on
+    for degrees in TOPOLOGIES.values():
+        on_cpu = overlaps(degrees, on_gpu=False, connections="1")
+        assert not any(each.is_on for each in on_cpu.values())
 
 
 def test_a_missing_variable_is_told_on_gpus_only(monkeypatch):

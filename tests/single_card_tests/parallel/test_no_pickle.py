@@ -1,8 +1,7 @@
 """Nothing under paddle_vl unpickles data from another rank.
 
-Guarantees: no module uses a serializer that runs code, or Paddle's object collectives, which
-pickle; connections between ranks carry bytes. Loader workers belong to one rank and use private
-pipes.
+No module uses a serializer that runs code, or Paddle's object collectives, which pickle.
+Connections between ranks carry bytes; loader workers belong to one rank and use private pipes.
 """
 
 import ast

@@ -1,12 +1,16 @@
-"""The split of layers into model chunks: the most expensive one is as cheap as possible, and the
-others are even."""
+"""The split of layers into model chunks, and linears with delayed weight gradients."""
 
 from itertools import combinations, pairwise
 
+import numpy as np
+import paddle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from paddle.distributed.fleet.meta_parallel.zero_bubble_utils import WeightGradStore
 
+from paddle_vl.nn.linear import Linear
+from paddle_vl.parallel.pipeline.runner import split_backward
 from paddle_vl.parallel.pipeline.schedule import split_layers
 
 
@@ -40,10 +44,42 @@ def test_split_by_cost_is_the_best_there_is(costs, chunks, before, after):
     assert most_expensive([chunk.start for chunk in found] + [len(costs)]) == least
 
 
-def test_equal_layers_are_split_evenly_and_the_first_parts_are_the_shorter():
-    assert split_layers([1] * 10, 4) == [range(0, 2), range(2, 4), range(4, 7), range(7, 10)]
+def test_parts_that_are_not_the_most_expensive_are_even_and_the_first_the_shorter():
+    assert [len(chunk) for chunk in split_layers([1] * 10, 4)] == [2, 2, 3, 3]
+    assert [len(chunk) for chunk in split_layers([1.0] * 34, 4, before=16.0)] == [1, 11, 11, 11]
 
 
-def test_parts_that_are_not_the_most_expensive_are_even():
-    found = split_layers([1.0] * 34, 4, before=16.0)
-    assert [len(chunk) for chunk in found] == [1, 11, 11, 11]
+def step_of_linears(is_split: bool, waits: bool = False, frozen: bool = False) -> list:
+    """Output, input gradient, weight gradients, and whether the first weight was delayed."""
+    paddle.seed(0)
+    layers = paddle.nn.Sequential(Linear(4, 5, bias=True), Linear(5, 3, bias=False))
+    layers[1].weight.stop_gradient = frozen
+    if is_split:
+        split_backward(layers)
+    x = paddle.to_tensor(np.linspace(-1, 1, 24, dtype="float32").reshape(6, 4))
+    x.stop_gradient = False
+    out = layers(x)
+    WeightGradStore.enabled = waits
+    try:
+        (out * out).sum().backward()
+    finally:
+        WeightGradStore.enabled = False
+    had_to_wait = layers[0].weight.grad is None
+    if waits:
+        WeightGradStore.flush()
+        WeightGradStore.pop()
+    gradients = [p.grad for p in layers.parameters()]
+    values = [None if g is None else g.numpy() for g in gradients]
+    return [out.numpy(), x.grad.numpy(), values, had_to_wait]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_split_linears_have_the_same_gradients(waits, frozen):
+    wanted, found = step_of_linears(False, frozen=frozen), step_of_linears(True, waits, frozen)
+    assert found[3] == waits
+    for one, other in zip([*found[:2], *found[2]], [*wanted[:2], *wanted[2]], strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            np.testing.assert_allclose(one, other, rtol=1e-6)
+    assert (found[2][2] is None) == frozen

@@ -1,9 +1,7 @@
-"""Recomputation of parts of a layer.
+"""Recomputation of parts of a layer, and the wrappers around a layer's forward.
 
-Guarantees: for every family, with experts, adapters and frozen parts, `act`, `attention` and `mlp`
-give the loss and the gradients of no recomputation to the bit; after the backward pass nothing is
-left; a decoder layer keeps the bytes of `tests.support.kept_activations`, whose numbers are in
-docs/memory.md; a layer without the part is refused.
+A decoder layer keeps the bytes of `tests.support.kept_activations`, whose numbers are in
+docs/memory.md.
 """
 
 import gc
@@ -18,6 +16,7 @@ from paddle.base.core import host_memory_stat_current_value
 from paddle_vl.config.schema import LoRAConfig
 from paddle_vl.families.vlm.modeling.flops import VLFlops
 from paddle_vl.nn.linear import Linear
+from paddle_vl.parallel.layer_wrappers import Level, wrap_layer
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.testing.qwen3_vl import token_rows
 from tests.support.implementations import require_compiled
@@ -141,3 +140,39 @@ def test_the_documented_table_is_that_of_the_formula():
 def test_a_layer_without_the_part_is_refused():
     with pytest.raises(ValueError, match="Linear has no sublayer called self_attn or linear_attn"):
         recompute_layers([Linear(4, 4, bias=False)], "attention")
+
+
+def noting(name: str, events: list[str]):
+    def wrapper(forward, *inputs):
+        events.append(name)
+        return forward(*inputs)
+
+    return wrapper
+
+
+def linear_layer() -> Linear:
+    paddle.seed(0)
+    return Linear(4, 3, bias=True)
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_sharding_is_around_recomputation(is_reversed):
+    one, events = linear_layer(), []
+    levels = [Level.RECOMPUTE, Level.SHARDING]
+    for level in reversed(levels) if is_reversed else levels:
+        wrap_layer(one, level, noting(level.name, events))
+    x = paddle.ones([2, 4])
+    np.testing.assert_array_equal(one(x).numpy(), linear_layer()(x).numpy())
+    assert events == ["SHARDING", "RECOMPUTE"]
+
+
+def test_a_wrapped_layer_is_what_it_was():
+    one = paddle.nn.Sequential(linear_layer())
+    names, parameters = list(one.state_dict()), one.parameters()
+    wrap_layer(one[0], Level.SHARDING, noting("", []))
+    assert isinstance(one[0], Linear)
+    assert list(one.state_dict()) == names
+    assert all(a is b for a, b in zip(one.parameters(), parameters, strict=True))
+    assert "forward" not in vars(one[0])
+    # Other layers of the class are unchanged.
+    assert type(linear_layer()) is Linear

@@ -1,12 +1,4 @@
-"""The store of a run, in its own process.
-
-Guarantees: Paddle's client reads and writes it, with separate keys per name, and no addition is
-lost; a rank that does not join, does not come to where all meet, or has ended is named to those
-that wait, with the seconds and how to continue; ranks may start before the store; a malformed
-message ends only its connection; a taken port and two ranks with the same number are refused; the
-store ends with the process that started it. The watch over the other ranks runs before, while and
-after the rendezvous is imported.
-"""
+"""The store of a run, in its own process, and who waits there for whom."""
 
 import contextlib
 import socket
@@ -63,6 +55,16 @@ def close(*present: Membership) -> None:
             one._socket.shutdown(socket.SHUT_RDWR)
 
 
+@contextlib.contextmanager
+def joined(num_ranks: int):
+    """Yields the port, the process and all ranks, which have joined."""
+    with running_store(num_ranks) as (port, process):
+        present = members(port, num_ranks)
+        assert all_join(present) == [None] * num_ranks
+        yield port, process, present
+        close(*present)
+
+
 def test_paddle_s_client_has_its_store():
     with running_store(1) as (port, _):
         first, second = (core.TCPStore(HOST, port, False, 1, 10) for _ in range(2))
@@ -103,18 +105,6 @@ def test_names_keep_keys_apart(monkeypatch):
         assert [bytes(store.get("key")) for store in stores] == [b"0", b"1", b"0"]
 
 
-def test_all_that_come_meet_whoever_is_first():
-    port = free_port()
-    with ThreadPoolExecutor(1) as pool:
-        early = pool.submit(Membership, 1, 2, HOST, port, LONG)
-        time.sleep(0.3)
-        with running_store(2, port):
-            present = [Membership(0, 2, HOST, port, LONG), early.result(LONG)]
-            assert all_join(present) == [None, None]
-            assert present[0].state()["ended"] == []
-            close(*present)
-
-
 def test_ranks_that_do_not_come_are_named():
     with running_store(4) as (port, _):
         present = [Membership(rank, 4, HOST, port, 0.3) for rank in (0, 2)]
@@ -145,9 +135,8 @@ def test_a_rank_that_ends_before_all_have_come_is_named_at_once():
 
 
 def test_nobody_waits_for_a_key_when_a_rank_has_ended():
-    with running_store(2) as (port, _), ThreadPoolExecutor(1) as pool:
-        present, store = members(port, 2), core.TCPStore(HOST, port, False, 1, 10)
-        assert all_join(present) == [None, None]
+    with joined(2) as (port, _, present), ThreadPoolExecutor(1) as pool:
+        store = core.TCPStore(HOST, port, False, 1, 10)
         store.set("there", "1")
         waiting = pool.submit(store.wait, "never")
         time.sleep(0.1)
@@ -158,7 +147,6 @@ def test_nobody_waits_for_a_key_when_a_rank_has_ended():
         other = core.TCPStore(HOST, port, False, 1, 10)
         other.wait("there")
         assert bytes(other.get("there")) == b"1"
-        close(present[0])
 
 
 def test_the_time_for_a_key_is_limited(monkeypatch):
@@ -213,9 +201,7 @@ def test_what_is_no_message_ends_its_connection_alone(message):
 
 
 def test_ranks_exchange_values_and_the_store_keeps_none():
-    with running_store(2) as (port, _), ThreadPoolExecutor(1) as pool:
-        first, second = members(port, 2)
-        assert all_join([first, second]) == [None, None]
+    with joined(2) as (_, _, (first, second)), ThreadPoolExecutor(1) as pool:
         for value in ("b", "c"):
             waiting = pool.submit(first.meet, "here", [0, 1], "a")
             answer = second.meet("here", [0, 1], value)
@@ -228,14 +214,11 @@ def test_ranks_exchange_values_and_the_store_keeps_none():
         waiting = pool.submit(first.meet, "there", [0, 1])
         close(second)
         assert waiting.result(LONG / 2)["ended"] == [1]
-        close(first)
 
 
 @pytest.mark.parametrize("how", ["ends", "fails", "is late"])
 def test_a_rank_that_does_not_come_to_all_others_is_named(how):
-    with running_store(3) as (port, _), ThreadPoolExecutor(2) as pool:
-        present = members(port, 3)
-        assert all_join(present) == [None] * 3
+    with joined(3) as (_, _, present), ThreadPoolExecutor(2) as pool:
         arrived = [pool.submit(one.wait_for_all) for one in present[:2]]
         present[2].wait_for_all()
         assert [done.result(LONG) for done in arrived] == [None, None]
@@ -250,13 +233,10 @@ def test_a_rank_that_does_not_come_to_all_others_is_named(how):
         for rank, done in enumerate(arrived):
             told = f"rank {rank}: a collective failed: {said}; see the log of rank 2 for the cause"
             assert str(done.exception(5)).startswith(told)
-        close(*present)
 
 
 def test_it_ends_with_the_process_that_started_it():
-    with running_store(2) as (port, process):
-        present = members(port, 2)
-        assert all_join(present) == [None, None]
+    with joined(2) as (_, process, present):
         # The state after rank 0 is killed.
         process.stdin.close()
         close(present[0])

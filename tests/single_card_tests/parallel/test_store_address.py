@@ -1,9 +1,4 @@
-"""Addresses of a run, from the launcher's variables and the machine's interfaces.
-
-Guarantees: a run on one machine uses loopback, even if the launcher gives another address of that
-machine; a run on several machines uses the address of the rank's own endpoint; gloo and NCCL get
-the interface of that address unless the user has chosen one; wrong variables are refused by name.
-"""
+"""Addresses of a run, from the launcher's variables and the machine's interfaces."""
 
 import socket
 
@@ -59,31 +54,30 @@ def test_a_run_on_several_machines_uses_the_endpoints_addresses():
     assert find_addresses(given) == Addresses(FAR, 4000, own)
 
 
-def test_addresses_of_this_machine_and_others_are_told_apart():
-    assert is_of_this_machine("127.0.0.1")
-    assert is_of_this_machine("127.0.1.1")
-    for _, address in OWN:
-        assert is_of_this_machine(address)
-    assert not is_of_this_machine(FAR)
-
-
-def test_the_interface_of_an_address_is_found():
+def test_addresses_of_this_machine_and_their_interfaces_are_found():
     assert OWN
-    for name, address in OWN:
+    for name, address in [("lo", "127.0.0.1"), *OWN]:
+        assert is_of_this_machine(address)
         assert interface_of(address) == name
+    assert is_of_this_machine("127.0.1.1")
+    assert not is_of_this_machine(FAR)
     assert interface_of(FAR) is None
 
 
-def test_gloo_and_nccl_get_the_interface_unless_one_is_chosen():
-    environment = {}
-    choose_interfaces(Addresses("127.0.0.1", 1, "127.0.0.1"), environment)
-    assert environment == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
-    environment = {"NCCL_SOCKET_IFNAME": "ib0"}
-    choose_interfaces(Addresses("127.0.0.1", 1, "127.0.0.1"), environment)
-    assert environment == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "ib0"}
-    environment = {}
-    choose_interfaces(Addresses(FAR, 1, FAR), environment)
-    assert environment == {}
+@pytest.mark.parametrize(
+    ("address", "chosen", "wanted"),
+    [
+        ("127.0.0.1", {}, {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}),
+        (
+            "127.0.0.1", {"NCCL_SOCKET_IFNAME": "ib0"},
+            {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "ib0"},
+        ),
+        (FAR, {}, {}),
+    ],
+)  # fmt: skip
+def test_gloo_and_nccl_get_the_interface_unless_one_is_chosen(address, chosen, wanted):
+    choose_interfaces(Addresses(address, 1, address), environment := dict(chosen))
+    assert environment == wanted
 
 
 @pytest.mark.parametrize(

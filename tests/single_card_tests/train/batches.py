@@ -2,12 +2,23 @@
 
 import numpy as np
 import paddle
+from paddle.base.framework import EagerParamBase
 
 from paddle_vl.batch.positions import mrope_position_ids
 from paddle_vl.batch.visual_index import host_visual_indices
+from paddle_vl.config.schema import TrainConfig
+from paddle_vl.families.vlm.settings import PARTS
 from paddle_vl.families.vlm.training.objective import VLBatchAdapter, VLLoss
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, VISION_END, VISION_START, patches, token_rows
+from paddle_vl.train.freeze import (
+    decayed_names,
+    freeze_parameters,
+    frozen_steps,
+    rate_factors,
+    trained_names,
+)
+from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.step import MicroBatch, ModelRunner, StepOutcome, StepTotals, counted
 
 
@@ -80,3 +91,31 @@ def outcome(
         paddle.to_tensor(is_good),
         StepTotals((num_targets,), 2, num_tokens, num_packed_places, ()),
     )
+
+
+def optimizer_of(model, freeze=(), flat: bool = False, **settings) -> Optimizer:
+    """An optimizer of a model without the patterns of `freeze`, in buckets if `flat`."""
+    train, named = TrainConfig(output_dir="o", **settings), list(model.hf_named_parameters())
+    trained = trained_names(names := dict(named), freeze, parts=PARTS)
+    optimizer = Optimizer(
+        freeze_parameters(named, trained),
+        train,
+        decayed_names(names, train.weight_decay_exclude),
+        rate_factors=rate_factors(train, trained, PARTS),
+        frozen_steps=frozen_steps(train, trained, PARTS),
+    )
+    if flat:
+        optimizer.use_buckets()
+    return optimizer
+
+
+def assert_same_bits(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    assert set(found) == set(wanted)
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+def parameters_of(rng, shapes, dtype: str) -> list[paddle.Tensor]:
+    """Parameters of normal values."""
+    values = (paddle.to_tensor(rng.normal(size=shape), dtype=dtype) for shape in shapes)
+    return [EagerParamBase.from_tensor(value, trainable=True) for value in values]

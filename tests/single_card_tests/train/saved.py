@@ -117,3 +117,18 @@ def on_ranks(number: int, work: Callable[[SingleRank], Any]) -> list[Any]:
 
 def steps_in(output_dir: Path) -> list[int]:
     return [step for step, _ in checkpoints.checkpoint_folders(output_dir)]
+
+
+def flip(path: Path, place: int = -1) -> None:
+    """Change a bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def without_manifest(folder: Path) -> Path:
+    """The checkpoint as an earlier version wrote it."""
+    (folder / "manifest.json").unlink()
+    step = int(folder.name.rpartition("-")[2])
+    (folder / "trainer_state.json").write_text(f'{{"step": {step}}}')
+    return folder

@@ -1,11 +1,4 @@
-"""Evaluations that generate answers (`train.eval`), and the best of them (`train.best`).
-
-Guarantees: answers are those that the saved model gives, with averaged weights too, and make no
-copy of the weights; scores, cost and every n-th evaluation are told in metrics.jsonl. The best
-evaluation's checkpoint stays beyond save_total_limit, final/ has its model, a run ends once
-patience is used up, and a run that continues decides the same, bit for bit. Services get pictures
-with the boxes of answers. Settings that no evaluation can follow are refused before the start.
-"""
+"""Evaluations that generate answers (`train.eval`), and the best of them (`train.best`)."""
 
 import json
 import os
@@ -30,18 +23,12 @@ from paddle_vl.parallel.ranks import ONE_RANK
 from paddle_vl.train.best import BestEvaluation
 from paddle_vl.train.reporting.writers.base import Start
 from paddle_vl.train.reporting.writers.service import ServiceRun
-from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
 from tests.single_card_tests.train.tiny_run import MODEL, write_tiny_run
 from tests.single_card_tests.train.whole_runs import build, evaluated, metrics_of
 from tests.support.tiny import tiny_model
 
 core = paddle.base.core
 RESUME = "train.resume_from_checkpoint=auto"
-
-
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory) -> Path:
-    return write_tiny_run(tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture(scope="module")
@@ -234,39 +221,3 @@ def test_a_signal_during_the_questions_is_followed_by_the_same_evaluation(run_fi
     assert [each for each in evaluations[0] if each] == [each for each in evaluations[1] if each]
     assert predictions(whole) == predictions(stopped)
     assert best_of(whole / "checkpoint-4") == best_of(stopped / "checkpoint-4")
-
-
-def test_a_policy_is_best_where_its_actions_err_least(tmp_path):
-    run_file = write_tiny_policy_run(tmp_path)
-    overrides = [*evaluated(tmp_path / "arm-joint.jsonl"), "train.max_steps=2"]
-    build(
-        run_file, tmp_path / "out", *overrides, "train.best={metric: action_mae/0, mode: min}"
-    ).run()
-    (line,) = [line for line in metrics_of(tmp_path / "out") if "eval_action_mae/0" in line]
-    found = best_of(tmp_path / "out" / "checkpoint-2")
-    assert (found["step"], found["value"]) == (2, line["eval_action_mae/0"])
-
-
-REFUSED = {
-    "train.best={metric: loss, mode: min}": "data.eval is not set",
-    "train.eval={}": "data.eval lists no file",
-    "train.best={metric: loss}": "train.best.mode is missing",
-    "train.metric_for_best_model=loss": "did you mean train.best.metric",
-    "train.load_best_model_at_end=true": "did you mean train.best.load_at_end",
-    "train.early_stopping_patience=3": "did you mean train.best.patience",
-    "train.greater_is_better=true": "did you mean train.best.mode",
-    "DATA train.best={metric: loss, mode: min, patience: 2}": "train.eval_steps is not set",
-    "DATA train.best={metric: loss, mode: min, min_delta: 0.1}": "train.best.patience is not set",
-    "DATA train.best={metric: anls, mode: max}": "no evaluation of this run gives eval_anls",
-    "DATA train.eval={metrics: [anlz]}": "there is no metric 'anlz'",
-    "DATA train.eval={metrics: [box]}": "the reference 'red' is no box",
-}
-
-
-@pytest.mark.parametrize("given", REFUSED)
-def test_settings_that_no_evaluation_follows_are_refused(run_file, data, tmp_path, given):
-    overrides = [each.replace("DATA", f"data.eval=[{data}]") for each in given.split(" ", 1)]
-    if "DATA" not in given:
-        overrides = [given]
-    with pytest.raises(ValueError, match=REFUSED[given]):
-        build(run_file, tmp_path / "out", *overrides)

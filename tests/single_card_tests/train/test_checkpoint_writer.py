@@ -1,11 +1,4 @@
-"""Asynchronous checkpoint writing.
-
-Guarantees: a save returns before its files are written, and the files equal those of a synchronous
-save byte for byte; a failure on any rank is raised at the next check, names the file and keeps
-earlier checkpoints; after an error the write in flight completes, after an interruption it is
-abandoned; old checkpoints are deleted only after a newer one was read back, and only good ones
-count.
-"""
+"""Asynchronous checkpoint writing, its failures, and which checkpoints it deletes."""
 
 import errno
 import threading
@@ -21,12 +14,13 @@ from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
 from tests.single_card_tests.train.saved import (
     ARRAYS,
     filled,
+    flip,
     on_ranks,
     save_checkpoint,
     settings,
     steps_in,
+    without_manifest,
 )
-from tests.single_card_tests.train.test_checkpoint_damage import flip
 
 
 class Gate:
@@ -126,13 +120,22 @@ def test_a_full_disk_is_raised_at_the_next_look_and_costs_nothing(tmp_path, gate
     assert contents(earlier) == before
 
 
-def ended_by(error, output_dir, gate):
-    """A run that ends with its write in flight and blocked."""
-    timer = threading.Timer(0.2, gate.opened.set)
-    timer.start()
-    with CheckpointWriter(output_dir, settings()) as writer:
-        writer.save(2, filled(2))
-        raise error
+@pytest.mark.parametrize(
+    ("error", "left"),
+    [(ValueError("of the run"), "checkpoint-2"), (KeyboardInterrupt(), ".partial-checkpoint-2")],
+)
+def test_an_error_of_the_run_lets_the_write_end_and_an_interruption_gives_it_up(
+    tmp_path, gate, error, left
+):
+    def run():
+        with CheckpointWriter(tmp_path, settings()) as writer:
+            writer.save(2, filled(2))
+            raise error
+
+    threading.Timer(0.2, gate.opened.set).start()
+    with pytest.raises(type(error)):
+        run()
+    assert [path.name for path in tmp_path.iterdir()] == [left]
 
 
 @pytest.mark.parametrize("name", ["_write_files", "_finish"])
@@ -145,18 +148,6 @@ def test_a_thread_that_dies_is_raised_at_the_next_save(tmp_path, monkeypatch, na
         writer.save(2, filled(2))
         with pytest.raises(RuntimeError, match="checkpoint-2 could not be written: at once"):
             writer.save(4, filled(4))
-
-
-def test_an_error_of_the_run_lets_the_write_end(tmp_path, gate):
-    with pytest.raises(ValueError, match="of the run"):
-        ended_by(ValueError("of the run"), tmp_path, gate)
-    assert "model.safetensors" in contents(tmp_path / "checkpoint-2")
-
-
-def test_an_interruption_gives_the_write_up(tmp_path, gate):
-    with pytest.raises(KeyboardInterrupt):
-        ended_by(KeyboardInterrupt(), tmp_path, gate)
-    assert [path.name for path in tmp_path.iterdir()] == [".partial-checkpoint-2"]
 
 
 def several(tmp_path, changes=None, last=lambda writer: None):
@@ -203,13 +194,18 @@ def test_a_rank_that_cannot_write_is_named_on_all_ranks(tmp_path, monkeypatch):
     assert steps_in(tmp_path) == []
 
 
-def test_a_rank_that_is_gone_is_not_waited_for_when_the_run_ends_by_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_writer, "_PATIENCE_S", 0.2)
-    # The second rank's files never arrive.
+@pytest.fixture
+def _second_leaves_nothing(monkeypatch):
+    """The second rank's files never arrive."""
     plain = commit.leave_part
     monkeypatch.setattr(
         commit, "leave_part", lambda to, rank, *what: None if rank else plain(to, rank, *what)
     )
+
+
+@pytest.mark.usefixtures("_second_leaves_nothing")
+def test_a_rank_that_is_gone_is_not_waited_for_when_the_run_ends_by_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_writer, "_PATIENCE_S", 0.2)
 
     def last(writer):
         raise ValueError("of the run")
@@ -220,22 +216,21 @@ def test_a_rank_that_is_gone_is_not_waited_for_when_the_run_ends_by_an_error(tmp
     assert steps_in(tmp_path) == []
 
 
+@pytest.mark.usefixtures("_second_leaves_nothing")
 def test_a_folder_that_is_not_shared_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_writer, "_VISIBLE_WITHIN_S", 0.1)
-    plain = commit.leave_part
-    monkeypatch.setattr(
-        commit, "leave_part", lambda to, rank, *what: None if rank else plain(to, rank, *what)
-    )
     first, second = several(tmp_path)
     assert "a file system that all ranks share" in str(first)
     assert "failed on rank 0" in str(second)
 
 
-def test_old_checkpoints_go_when_a_newer_one_has_been_read_back(tmp_path):
-    with CheckpointWriter(tmp_path, settings(save_total_limit=2)) as writer:
+@pytest.mark.parametrize(("limit", "verifies"), [(2, True), (1, False)])
+def test_old_checkpoints_go_when_a_newer_one_has_been_read_back(tmp_path, limit, verifies):
+    given = settings(save_total_limit=limit, verify_checkpoint=verifies)
+    with CheckpointWriter(tmp_path, given) as writer:
         for step in (2, 9, 10, 11):
             writer.save(step, filled(step))
-    assert steps_in(tmp_path) == [10, 11]
+    assert steps_in(tmp_path) == [10, 11][-limit:]
 
 
 def test_old_checkpoints_stay_when_a_newer_one_reads_back_differently(tmp_path, monkeypatch):
@@ -257,32 +252,11 @@ def test_only_good_checkpoints_count(tmp_path):
     for step in (1, 2, 5):
         save_checkpoint(tmp_path, step)
     flip(save_checkpoint(tmp_path, 3) / "optimizer.safetensors")
-    old = save_checkpoint(tmp_path, 6)
-    (old / "manifest.json").unlink()
-    (old / "trainer_state.json").write_text('{"step": 6}')
+    without_manifest(save_checkpoint(tmp_path, 6))
     save_checkpoint(tmp_path, 9)
     save_checkpoint(tmp_path, 7, save_total_limit=3)
     # 7, 5 and 2 are good; 9 is later than the last save, so this writer leaves it alone.
     assert steps_in(tmp_path) == [2, 3, 5, 6, 7, 9]
-
-
-def test_without_verification_checkpoints_still_go(tmp_path):
-    for step in (2, 4, 6):
-        save_checkpoint(tmp_path, step, save_total_limit=1, verify_checkpoint=False)
-    assert steps_in(tmp_path) == [6]
-
-
-def test_what_is_written_again_replaces_the_older_one_when_it_is_complete(tmp_path, gate):
-    gate.opened.set()
-    older = save_checkpoint(tmp_path, 2)
-    (older / "old").write_text("x")
-    gate.opened.clear()
-    with CheckpointWriter(tmp_path, settings()) as writer:
-        writer.save(2, filled(2))
-        assert (older / "old").exists()
-        gate.opened.set()
-    assert "old" not in contents(older)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
 
 
 def test_a_copy_that_does_not_fit_into_memory_names_the_setting(tmp_path, monkeypatch):

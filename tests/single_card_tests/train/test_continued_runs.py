@@ -1,19 +1,14 @@
-"""Runs that stop, resume and save.
+"""Runs that stop, resume and save: signals, skipped updates, slow, full and damaged disks.
 
-Guarantees: a resumed run, from a checkpoint or after a signal, is bit-identical to an uninterrupted
-one; an interrupted evaluation is repeated; config.yaml has the settings that trained at least one
-step; checkpoints are postponed while updates are skipped, contain the step at which they were
-requested, and survive a write that fails or is killed.
+Kinds of run that resume: `test_resumed_runs`.
 """
 
 import errno
 import json
-import logging
 import os
 import shutil
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
@@ -22,9 +17,8 @@ from paddle_vl.train import trainer as trainer_module
 from paddle_vl.train.checkpoint import model_folder
 from paddle_vl.train.reporting.run_files import read_starts
 from tests.single_card_tests.train.batches import outcome
+from tests.single_card_tests.train.saved import flip
 from tests.single_card_tests.train.whole_runs import assert_same_run, build, evaluated, metrics_of
-from tests.support import forked
-from tests.support.finished_runs import metrics_of as run_metrics
 
 
 def test_resumed_run_is_bit_identical(whole_run, run_file, tmp_path):
@@ -74,30 +68,6 @@ def test_signal_saves_and_the_resumed_run_is_bit_identical(run_file, tmp_path, m
     assert_same_run(tmp_path / "whole", tmp_path / "cut", begun_anew="sequence_length")
 
 
-def test_an_evaluation_that_a_signal_ends_is_done_when_the_run_continues(run_file, tmp_path):
-    settings = [*evaluated(run_file.with_name("test.jsonl")), "train.save_steps=null"]
-    build(run_file, tmp_path / "whole", *settings).run()
-    trainer = build(run_file, tmp_path / "cut", *settings)
-    evaluate = trainer.evaluate
-
-    def with_signal(received, asks):
-        os.kill(os.getpid(), signal.SIGTERM)
-        while received() is None:
-            time.sleep(0.01)
-        return evaluate(received, asks)
-
-    trainer.evaluate = with_signal
-    assert trainer.run() == signal.SIGTERM
-    step = trainer.step
-    assert not any("eval_loss" in line for line in run_metrics(tmp_path / "cut"))
-    build(run_file, tmp_path / "cut", *settings, "train.resume_from_checkpoint=auto").run()
-    first = next(line for line in run_metrics(tmp_path / "cut") if "eval_loss" in line)
-    assert first["step"] == step
-    wanted = [line["eval_loss"] for line in run_metrics(tmp_path / "whole") if "eval_loss" in line]
-    found = [line["eval_loss"] for line in run_metrics(tmp_path / "cut") if "eval_loss" in line]
-    assert found == wanted
-
-
 def test_settings_that_trained_nothing_do_not_replace_those_that_did(run_file, tmp_path):
     build(run_file, tmp_path).run()
     before = (tmp_path / "config.yaml").read_text()
@@ -110,31 +80,24 @@ def test_settings_that_trained_nothing_do_not_replace_those_that_did(run_file, t
     assert rates == [0.01, 0.5, 0.25]
 
 
-def test_resuming_reports_and_refuses_changes(whole_run, run_file, tmp_path, caplog):
-    shutil.copytree(whole_run, tmp_path, dirs_exist_ok=True)
-    settings = [*evaluated(run_file.with_name("test.jsonl")), "train.resume_from_checkpoint=auto"]
-    with caplog.at_level(logging.INFO):
-        trainer = build(run_file, tmp_path, *settings, "train.max_steps=6")
-    assert "changed since checkpoint-4: train.max_steps: 4 -> 6" in caplog.text
-    assert (trainer.step, trainer.num_steps) == (4, 6)
-    with pytest.raises(ValueError, match=r"train\.gradient_accumulation_steps: 2 -> 1"):
-        build(run_file, tmp_path, *settings, "train.gradient_accumulation_steps=1")
+def broken_steps(monkeypatch, *broken):
+    """Skip the updates of these steps because of a non-finite loss."""
+    plain, calls = trainer_module.train_step, []
+
+    def step(model, optimizer, *arguments):
+        calls.append(1)
+        if len(calls) in broken:
+            return outcome(float("nan"), float("inf"), 3, 9, is_good=False)
+        return plain(model, optimizer, *arguments)
+
+    monkeypatch.setattr(trainer_module, "train_step", step)
 
 
 def test_nonfinite_updates_stop_the_run_and_keep_the_last_good_checkpoint(
     run_file, tmp_path, monkeypatch
 ):
     """Skipped updates may be saved, but never replace the last checkpoint before them."""
-    plain = trainer_module.train_step
-
-    def step_that_breaks(model, optimizer, *arguments):
-        step_that_breaks.calls += 1
-        if step_that_breaks.calls > 2:
-            return outcome(float("nan"), float("inf"), 3, 9, is_good=False)
-        return plain(model, optimizer, *arguments)
-
-    step_that_breaks.calls = 0
-    monkeypatch.setattr(trainer_module, "train_step", step_that_breaks)
+    broken_steps(monkeypatch, *range(3, 20))
     trainer = build(
         run_file, tmp_path, "train.max_steps=20", "train.max_nonfinite_steps=3",
         "train.save_steps=1", "train.save_total_limit=1",
@@ -151,38 +114,25 @@ def test_nonfinite_updates_stop_the_run_and_keep_the_last_good_checkpoint(
     assert start["ended"] is not None
 
 
-def broken_steps(monkeypatch, *broken):
-    """Skip the updates of these steps because of a non-finite loss."""
-    plain, calls = trainer_module.train_step, []
-
-    def step(model, optimizer, *arguments):
-        calls.append(1)
-        if len(calls) in broken:
-            return outcome(float("nan"), float("inf"), 3, 9, is_good=False)
-        return plain(model, optimizer, *arguments)
-
-    monkeypatch.setattr(trainer_module, "train_step", step)
-
-
-def test_a_checkpoint_that_is_due_while_updates_are_skipped_comes_after_the_next_good_one(
-    run_file, tmp_path, monkeypatch, caplog
+@pytest.mark.parametrize(
+    ("broken", "settings", "kept", "skipped"),
+    [
+        # One that is due while updates are skipped comes after the next good one.
+        ((2, 3), ["train.max_steps=5"], ["checkpoint-4", "checkpoint-5"], 0),
+        # One at the end deletes no older one.
+        ((3, 4), ["train.save_total_limit=1"], ["checkpoint-2", "checkpoint-4"], 2),
+    ],
+)
+def test_checkpoints_while_updates_are_skipped(
+    run_file, tmp_path, monkeypatch, caplog, broken, settings, kept, skipped
 ):
-    broken_steps(monkeypatch, 2, 3)
-    build(run_file, tmp_path, "train.max_steps=5", "train.save_steps=2").run()
-    names = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
-    assert names == ["checkpoint-4", "checkpoint-5"]
-    assert "checkpoint-2 is put off until an update is not skipped: 1 in a row" in caplog.text
-
-
-def test_a_checkpoint_at_the_end_deletes_no_older_one_while_updates_are_skipped(
-    run_file, tmp_path, monkeypatch
-):
-    broken_steps(monkeypatch, 3, 4)
-    build(run_file, tmp_path, "train.save_steps=2", "train.save_total_limit=1").run()
-    names = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
-    assert names == ["checkpoint-2", "checkpoint-4"]
-    state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
-    assert state["nonfinite_updates"] == 2
+    broken_steps(monkeypatch, *broken)
+    build(run_file, tmp_path, "train.save_steps=2", *settings).run()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == kept
+    put_off = "checkpoint-2 is put off until an update is not skipped: 1 in a row"
+    assert (put_off in caplog.text) == (broken == (2, 3))
+    state = json.loads((tmp_path / kept[-1] / "trainer_state.json").read_text())
+    assert state["nonfinite_updates"] == skipped
 
 
 def test_a_checkpoint_holds_the_step_that_it_was_made_at_however_slow_the_disk(
@@ -220,38 +170,10 @@ def test_a_write_that_fails_ends_the_run_at_a_step_behind_it(run_file, tmp_path,
     assert start["last_step"] == trainer.step
 
 
-def test_a_process_killed_in_the_middle_of_a_write_loses_nothing(run_file, tmp_path):
-    settings = [
-        *evaluated(run_file.with_name("test.jsonl")), "train.resume_from_checkpoint=auto",
-        "train.max_steps=6", "train.warmup_steps=1", "train.lr_scheduler_type=constant",
-    ]  # fmt: skip
-
-    script = str(Path(__file__).with_name("killed_save.py"))
-
-    def run(output_dir: Path, is_killed: bool = False) -> None:
-        # Processes of their own: the bits of a product depend on settings of the process.
-        done = forked.run(
-            [script, str(run_file), f"train.output_dir={output_dir}", *settings],
-            environment={"KILLED": str(int(is_killed))},
-        )
-        assert done.returncode == (-signal.SIGKILL if is_killed else 0), done.stderr
-
-    run(tmp_path, is_killed=True)
-    assert sorted(path.name for path in tmp_path.glob("*checkpoint-*")) == [
-        ".partial-checkpoint-4", "checkpoint-2",
-    ]  # fmt: skip
-    run(tmp_path)
-    assert read_starts(tmp_path)[-1]["first_step"] == 2
-    run(tmp_path / "whole")
-    assert_same_run(tmp_path / "whole", tmp_path)
-
-
 def test_training_does_not_start_from_damaged_weights(whole_run, run_file, tmp_path):
     shutil.copytree(whole_run / "final", tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(file)
     settings = ["model.config=null", f"model.pretrained={file.parent}", "data.processor=null"]
     with pytest.raises(RuntimeError, match=r"model\.pretrained .*model\.safetensors does not have"):
         build(run_file, tmp_path / "out", *settings)

@@ -1,11 +1,13 @@
-"""Host-to-device copies in training, each of which would drain a GPU's queue.
+"""Host-to-device copies and host reads in training, each of which would drain a GPU's queue.
 
-Guarantees, for each family: a steady step makes none but through pinned memory, with images of
-several sizes, packed samples, experts, the delta rule, past frames and optional fields, and with
-the tower's work divided over ranks; the counter notices every way to make one.
+For each family a steady step copies nothing but its batches, through pinned memory, and reads one
+number, after the next step's batches are on their way; a report reads once, while the next step
+runs. Reads in `nn/cpu` belong to CPU kernels.
 """
 
+from collections import Counter
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import paddle
@@ -17,6 +19,7 @@ from paddle_vl.families.vlm.training.objective import VLBatchAdapter
 from paddle_vl.nn.transfer import rows_in_order
 from paddle_vl.testing import (
     record_device_copies,
+    record_host_reads,
     run_ranks,
     tiny_pi07,
     tiny_pi07_batch,
@@ -30,6 +33,7 @@ from paddle_vl.train.feeding.device_copies import DeviceCopies
 from tests.single_card_tests.train.fake_device import FakeDevice
 from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
 from tests.single_card_tests.train.tiny_run import MODEL, MODEL_3_5, write_tiny_run
+from tests.support.finished_runs import metrics_of
 from tests.support.gpu_stubs.pretended import pretended_gpu
 from tests.support.pinned import pinned_on_a_cpu
 
@@ -122,3 +126,53 @@ def test_every_way_to_copy_is_counted_once():
         paddle.full([2], 3.0) + paddle.arange(2) * 2.0
         tensor.set_value(tensor + 1)
     assert copies == []
+
+
+OF_THE_CPU = ("nn/attention_masks.py", "nn/cpu/")
+
+
+@pytest.fixture(scope="module", params=["language", "policy"])
+def any_run_file(request, tmp_path_factory) -> Path:
+    write = {"language": write_tiny_run, "policy": write_tiny_policy_run}[request.param]
+    return write(tmp_path_factory.mktemp("run") / "data")
+
+
+def test_a_step_reads_its_norm_and_a_report_once_while_the_next_step_runs(
+    any_run_file, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(trainer_module, "device_copies", lambda *_: DeviceCopies(FakeDevice()))
+    overrides = [f"train.output_dir={tmp_path}", "train.max_steps=8", "train.save_steps=null"]
+    trainer = build_trainer(load_run_config(any_run_file, [*overrides, "logging.logging_steps=3"]))
+    update = trainer.optimizer.update
+
+    def after_the_copies(*arguments):
+        # There is no step after the last.
+        assert trainer.feed._next is not None or trainer.step == 7
+        update(*arguments)
+
+    trainer.optimizer.update = after_the_copies
+    train_one_step, between_steps = trainer.train_one_step, trainer._between_steps
+    places: Counter[tuple[int, str]] = Counter()
+
+    def counted(where, function):
+        def run(*arguments):
+            begin = len(reads)
+            result = function(*arguments)
+            found = [place for place in reads[begin:] if not place.startswith(OF_THE_CPU)]
+            places.update((trainer.step, f"{where}: {place}") for place in found)
+            return result
+
+        return run
+
+    with record_host_reads() as reads:
+        trainer.train_one_step = counted("step", train_one_step)
+        trainer._between_steps = counted("between", between_steps)
+        trainer.reporter.write = counted("report", trainer.reporter.write)
+        trainer.run()
+    # The last step saves a checkpoint.
+    steady = {(step, where): n for (step, where), n in places.items() if step < 8}
+    found = {(step, where.rpartition(":")[0]): n for (step, where), n in steady.items()}
+    # A step counts when it is over.
+    wanted = dict.fromkeys([(step, "step: train/step.py") for step in range(1, 8)], 1)
+    assert found == wanted | {(n, "report: train/reporting/reporter.py"): 1 for n in (4, 7)}
+    assert [line["step"] for line in metrics_of(tmp_path)] == [3, 6, 8]

@@ -1,9 +1,4 @@
-"""Data settings in complete runs.
-
-Guarantees: `data.allow_outside` and `data.max_line_bytes` apply to conversations and
-demonstrations; a run that skips bad samples trains through malformed lines and counts them; a run
-does not resume on edited data, and resumes once the data is restored or moved elsewhere.
-"""
+"""Data settings in complete runs, of conversations and of demonstrations."""
 
 import json
 import shutil
@@ -34,25 +29,17 @@ def build(run_file, *settings):
     return build_trainer(load_run_config(run_file, list(settings)))
 
 
-def records_of(file) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def write(file, *lines) -> None:
     file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
-def image_of(record) -> str:
-    return record["images"][0] if "images" in record else record["camera0"][0]
-
-
 def test_settings_of_data_files_reach_them(run_file, data_file):
-    record = records_of(data_file)[0]
-    absolute = str(data_file.parent / image_of(record))
-    outside = data_file.parent.parent / f"{data_file.parent.name}-outside.png"
-    outside.write_bytes(Path(absolute).read_bytes())
     text = data_file.read_text()
-    write(data_file, text.replace(image_of(record), f"../{outside.name}", 1).rstrip("\n"))
+    record = json.loads(text.splitlines()[0])
+    image = (record.get("images") or record["camera0"])[0]
+    outside = data_file.parent.parent / f"{data_file.parent.name}-outside.png"
+    outside.write_bytes((data_file.parent / image).read_bytes())
+    write(data_file, text.replace(image, f"../{outside.name}", 1).rstrip("\n"))
     build(run_file)
     with pytest.raises(BadSampleError, match=r"jsonl:1: .*data\.allow_outside is false"):
         build(run_file, "data.allow_outside=false")
@@ -65,6 +52,8 @@ def test_settings_of_data_files_reach_them(run_file, data_file):
 
 def test_a_run_that_skips_trains_through_hostile_lines(run_file, data_file, tmp_path):
     write(data_file, *HOSTILE, *data_file.read_text().splitlines())
+    with pytest.raises(BadSampleError, match="jsonl:[123]: "):
+        build(run_file, "train.max_steps=1").run()
     assert build(run_file, "data.on_bad_sample=skip", "train.max_steps=1").run() is None
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["skipped_samples"] == 3

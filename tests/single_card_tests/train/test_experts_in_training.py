@@ -1,11 +1,4 @@
-"""Training a model with experts.
-
-Guarantees: a step's loss is the cross entropy over all target tokens plus the mean of the auxiliary
-losses over micro-batches and data shards, and its gradients are those of that loss; evaluation
-reports cross entropy only; runs report tokens per expert, also for layers on other ranks, and runs
-of dense models do not; padding to a multiple changes neither losses nor tokens per expert, and
-leaving it out reads nothing on the host; pipeline stages in sequence equal the unsharded model.
-"""
+"""Training a model with experts: its auxiliary losses, and the tokens per expert in metrics."""
 
 import json
 from pathlib import Path
@@ -14,14 +7,13 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.config.load import load_run_config
 from paddle_vl.families.vlm.training.objective import VLLoss, expert_counts
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.testing import record_host_reads
 from paddle_vl.testing.qwen3_vl import EXPERTS
-from paddle_vl.train.build import build_trainer
 from tests.single_card_tests.train.batches import image_batch, split_batch, vl_runner
 from tests.single_card_tests.train.tiny_run import MODEL, write_tiny_run
+from tests.single_card_tests.train.whole_runs import build, metrics_of
 from tests.support.tiny import tiny_model
 
 TEXTS, PROMPTS = [[1, 2, 3, 4, 5, 9, 9], [6, 7, 8], [3, 3, 3, 3]], [2, 1, 3]
@@ -65,7 +57,7 @@ def test_evaluation_is_about_cross_entropy_alone():
     assert with_auxiliary.item() == vl_runner(tiny_model(**EXPERTS)).loss_sums([batch]).item()
 
 
-def test_load_is_over_all_experts_of_all_layers_and_parts_of_the_data():
+def test_load_is_over_all_experts_of_all_layers_and_parts_of_the_data(monkeypatch):
     model, batch = tiny_model(**EXPERTS), image_batch(TEXTS, PROMPTS)
     model(**batch)
     counts = np.concatenate([count.numpy() for count in model.tokens_per_expert().values()])
@@ -79,39 +71,28 @@ def test_load_is_over_all_experts_of_all_layers_and_parts_of_the_data():
     }
     assert VLLoss().metric_counts(tiny_model()) == {}
     assert VLLoss().metrics({}) == {}
-
-
-def test_load_of_layers_without_a_count_here_is_left_to_others(monkeypatch):
-    model = tiny_model(**EXPERTS)
+    # Layers without a count here are left to others.
     count = paddle.to_tensor([5, 1, 2, 3, 4, 9])
     monkeypatch.setattr(model, "tokens_per_expert", lambda: {2: count})
     assert expert_counts(model).tolist() == [[0] * 6, count.tolist()]
 
 
-@pytest.mark.parametrize("experts", [FEW_EXPERTS, {}], ids=["experts", "dense"])
-def test_a_run_reports_tokens_per_expert_and_saves_what_loads(experts, tmp_path: Path):
-    form = MODEL | {"text_config": MODEL["text_config"] | experts}
-    if experts:
-        form |= {"model_type": "qwen3_vl_moe"}
-    run_file = write_tiny_run(tmp_path / "data", model=form)
+def test_a_run_reports_tokens_per_expert_and_padding_is_in_no_count(tmp_path: Path):
+    form = MODEL | {"text_config": MODEL["text_config"] | FEW_EXPERTS}
+    run_file = write_tiny_run(tmp_path / "data", model=form | {"model_type": "qwen3_vl_moe"})
     runs = []
-    for name, multiple in (("out", 1), ("padded", 32))[: 1 + bool(experts)]:
-        overrides = [f"train.output_dir={tmp_path / name}", f"data.pad_to_multiple_of={multiple}"]
+    for multiple in (1, 32):
+        folder = tmp_path / str(multiple)
         with record_host_reads() as reads:
-            assert build_trainer(load_run_config(run_file, overrides)).run() is None
+            build(run_file, folder, f"data.pad_to_multiple_of={multiple}").run()
         assert not [place for place in reads if "moe.py" in place]
-        runs.append([json.loads(line) for line in (tmp_path / name / "metrics.jsonl").open()])
-    lines = runs[0]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    for line, other in zip(lines, runs[-1], strict=True):
-        # Padding is in no count and no balance.
-        for key in ("loss", *(name for name in line if name.startswith("tokens_per_exp"))):
-            assert other[key] == pytest.approx(line[key], rel=1e-5), key
-        found = {name: value for name, value in line.items() if name.startswith("tokens_per_exp")}
-        assert len(found) == (3 if experts else 0)
-        if experts:
-            low, mean, high = (found[f"tokens_per_expert_{n}"] for n in ("min", "mean", "max"))
-            assert 0 <= low <= mean <= high
-            assert low < high
-    written = json.loads((tmp_path / "out/final/config.json").read_text())
-    assert written["model_type"] == form.get("model_type", "qwen3_vl")
+        runs.append(metrics_of(folder))
+    names = [f"tokens_per_expert_{name}" for name in ("min", "mean", "max")]
+    for line, padded in zip(*runs, strict=True):
+        for key in ("loss", *names):
+            assert padded[key] == pytest.approx(line[key], rel=1e-5), key
+        low, mean, high = (line[name] for name in names)
+        assert 0 <= low <= mean <= high
+        assert low < high
+    written = json.loads((tmp_path / "1/final/config.json").read_text())
+    assert written["model_type"] == "qwen3_vl_moe"

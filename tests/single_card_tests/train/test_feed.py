@@ -1,15 +1,10 @@
-"""The feed of training steps.
+"""The feed of training steps, ahead of them on a GPU, and warnings of long waits for data."""
 
-Guarantees: without copies batches are fetched on demand; with copies the next step's are fetched
-after a step is launched, none beyond the last step; the data position is the one after a step's own
-batches, and resuming there yields the next ones; counts are made before arrays leave the host; an
-error in the data belongs to its step; on a CPU nothing keeps the arrays that became tensors; a wait
-counts unless the device was busy; a stalled loader is named with its worker; a run with copies is
-bit-identical to one without, also when resumed.
-"""
-
+import itertools
 import logging
 import os
+import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -24,7 +19,7 @@ from paddle_vl.train import trainer as trainer_module
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.feeding import feed
 from paddle_vl.train.feeding.device_copies import DeviceCopies
-from paddle_vl.train.feeding.feed import BatchFeed
+from paddle_vl.train.feeding.feed import BatchFeed, warning_of_wait, watched
 from tests.single_card_tests.data.probe_datasets import HeldDataset, token_rows
 from tests.single_card_tests.train.fake_device import FakeDevice
 from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
@@ -109,16 +104,6 @@ def test_with_copies_the_next_step_is_fetched_when_one_was_launched():
     assert numbers_of(second) == [2, 3]
 
 
-def test_counts_are_made_before_arrays_leave_the_host(monkeypatch):
-    device = FakeDevice()
-    monkeypatch.setattr(
-        VLBatchAdapter, "num_tokens", lambda self, batch: batch["input_ids"].ctypes and 6
-    )
-    step = fed_from(Numbers(), device=device).next_step()
-    assert [micro.num_tokens for micro in step.micro_batches] == [6, 6]
-    assert not isinstance(step.micro_batches[0].batch["input_ids"], np.ndarray)
-
-
 def test_nothing_is_fetched_beyond_the_last_step():
     data = Numbers()
     batches = fed_from(data, num_steps=3, device=FakeDevice())
@@ -170,11 +155,6 @@ def clock(monkeypatch) -> Clock:
     return clock
 
 
-def test_preparing_batches_in_this_process_is_waiting(clock):
-    batches = fed_from(Numbers(clock))
-    assert [batches.next_step().data_wait_s for _ in range(2)] == [2.0, 2.0]
-
-
 @pytest.mark.parametrize(("is_done", "expected"), [(False, 0.0), (True, 2.0)])
 def test_fetching_ahead_is_waiting_once_the_device_has_no_work(clock, is_done, expected):
     device = FakeDevice()
@@ -189,20 +169,36 @@ def test_fetching_ahead_is_waiting_once_the_device_has_no_work(clock, is_done, e
     assert batches.next_step().data_wait_s == 2.0
     batches.prepare_next()
     assert batches.next_step().data_wait_s == expected
+    # Without copies this process prepares the batches itself.
+    batches = fed_from(Numbers(clock))
+    assert [batches.next_step().data_wait_s for _ in range(2)] == [2.0, 2.0]
 
 
-class OpensPipe(logging.Handler):
+class Seen(logging.Handler):
+    """Ends a wait after this many warnings."""
+
+    def __init__(self, count: int):
+        super().__init__()
+        self.messages, self._count, self.enough = [], count, threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+        if len(self.messages) == self._count:
+            self.enough.set()
+
+
+class OpensPipe(Seen):
     """Releases the blocked sample when a message names its batch and the process that loads it.
 
     A worker may be at the sample while an earlier batch is still on its way.
     """
 
     def __init__(self, pipe: Path, who: str):
-        super().__init__()
-        self.pipe, self.who, self.naming, self.messages = pipe, who, None, []
+        super().__init__(0)
+        self.pipe, self.who, self.naming = pipe, who, None
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
+        super().emit(record)
         text = self.messages[-1]
         if self.naming is None and "data: batch 1 of" in text and text.endswith(self.who):
             self.naming = text
@@ -308,10 +304,58 @@ def test_a_run_with_copies_is_the_run_without_them(monkeypatch, tmp_path, run_fi
             np.testing.assert_array_equal(found[name], value, err_msg=f"{folder}: {name}")
 
 
-def test_settings_reach_the_feed(monkeypatch, tmp_path, run_files):
-    asked = []
-    monkeypatch.setattr(trainer_module, "device_copies", lambda *arguments: asked.append(arguments))
-    settings = ["data.pin_memory=false", "logging.data_wait_warning_s=7"]
-    trainer = trainer_for(run_files["language"], tmp_path, *settings)
-    assert asked == [(False,)]
-    assert trainer.feed._wait_warning_s == 7.0
+AFTER_S = 0.01
+
+
+@pytest.fixture
+def seen():
+    handler = Seen(2)
+    feed.logger.addHandler(handler)
+    yield handler
+    feed.logger.removeHandler(handler)
+
+
+def test_a_long_wait_says_what_for_at_doubling_times_and_when_it_is_over(seen):
+    names = itertools.chain(["batch 3"], itertools.repeat("batch 3, a sample further"))
+    before = set(threading.enumerate())
+    with warning_of_wait(AFTER_S, lambda: next(names), "step 7"):
+        seen.enough.wait()
+    assert set(threading.enumerate()) == before
+    first, second, last = seen.messages[:2] + seen.messages[-1:]
+    assert first == "step 7 has waited 0.01 s for data: batch 3"
+    assert second == "step 7 has waited 0.02 s for data: batch 3, a sample further"
+    assert last.startswith("step 7 goes on: its data came after 0.")
+
+
+def test_a_wait_that_fails_does_not_go_on(seen):
+    def fail():
+        seen.enough.wait()
+        raise KeyError
+
+    with pytest.raises(KeyError), warning_of_wait(AFTER_S, lambda: "it", "it"):
+        fail()
+    assert not any("goes on" in message for message in seen.messages)
+    told = len(seen.messages)
+    with warning_of_wait(1000.0, lambda: pytest.fail("asked"), "step 1"):
+        pass
+    assert len(seen.messages) == told
+
+
+def test_watched_batches_are_the_datas_and_each_is_waited_for(seen):
+    class Data:
+        def __iter__(self):
+            yield 0
+            # What was done with it was no wait.
+            assert not seen.messages
+            seen.enough.wait()
+            yield 1
+
+        def waiting_for(self) -> str:
+            return "the second"
+
+    found = []
+    for number in watched(Data(), AFTER_S, "it"):
+        found.append(number)
+        time.sleep(0 if number else 3 * AFTER_S)
+    assert found == [0, 1]
+    assert seen.messages[0] == "it has waited 0.01 s for data: the second"

@@ -1,8 +1,4 @@
-"""trainer_state.json with other contents than a run writes.
-
-Guarantees: keys that are missing or unknown, and values of another type, out of range or of another
-position, are refused with file, key and value.
-"""
+"""trainer_state.json with other contents than a run writes is refused by file, key and value."""
 
 import copy
 import json

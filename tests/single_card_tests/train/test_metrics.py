@@ -1,27 +1,29 @@
-"""Metrics of a run.
+"""Metrics of a run, over steps and ranks, and what a report tells of unequal ranks.
 
-Guarantees: means are weighted by target tokens and leave out skipped updates; values of all ranks
-keep their names, and speed is that of the slowest rank; a report copies nothing from the
-host to the device; a checkpoint keeps the window; lines beyond the resumed step are dropped, also
-incomplete ones; the loss curve is a PNG.
+Ranks that take turns in having most tokens are seen, since they are compared within each step.
 """
 
-import json
 import math
 from dataclasses import replace
 
 import numpy as np
 import paddle
 import pytest
-from PIL import Image
 
+from paddle_vl.config.load import load_run_config
+from paddle_vl.families.pi07.prefix import presence_of
 from paddle_vl.families.vlm.training.objective import VLLoss
+from paddle_vl.report.panels import panels_of
+from paddle_vl.report.runs import read_runs
+from paddle_vl.report.summary import tables_of
+from paddle_vl.train.build import build_trainer
 from paddle_vl.train.reporting.metrics import StepMeter
-from paddle_vl.train.reporting.plots import draw_loss_curve
 from paddle_vl.train.reporting.reporter import by_rank, packed
 from paddle_vl.train.reporting.run_files import MetricsFile
 from paddle_vl.train.step import MicroBatch
+from tests.single_card_tests.report.run_folders import LINES, write_run
 from tests.single_card_tests.train.batches import outcome
+from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
 
 EMPTY = MicroBatch({}, (), (), 0, 0, 0)
 
@@ -56,17 +58,6 @@ def test_report_weighs_by_targets_and_leaves_skipped_updates_out():
     meter.add(outcome(math.inf, math.nan, 10, 10, is_good=False), [], 1.0)
     line = report(meter)
     assert (line["loss"], line["grad_norm"], line["skipped_updates"]) == (None, None, 2)
-
-
-def test_values_come_together_without_a_copy_from_the_host(monkeypatch):
-    meter = StepMeter(VLLoss())
-    meter.add(outcome(2.0, 1.0, 10, 100), [], 0.1 + 0.2)
-
-    def refuse(*arguments, **named):
-        raise AssertionError("a copy to the device, which waits for it")
-
-    monkeypatch.setattr(paddle, "to_tensor", refuse)
-    assert gathered(meter.values(counts_data=True))["seconds"] == 0.1 + 0.2
 
 
 def test_speed_is_the_slowest_processes_and_lengths_are_of_all_samples():
@@ -111,24 +102,16 @@ def test_packing_efficiency_is_the_share_of_real_tokens_since_the_last_line():
     assert report(meter)["packing_efficiency"] == 0.5
 
 
-def test_window_survives_a_checkpoint():
-    meter, resumed = StepMeter(VLLoss()), StepMeter(VLLoss())
-    meter.add(outcome(2.0, 1.0, 10, 1), [], 1.0)
-    meter.add(outcome(2.0, 1.0, 10, 1, is_good=False), [], 1.0)
-    resumed.load_state_dict(json.loads(json.dumps(meter.state_dict())))
-    assert resumed.skipped_in_a_row == 1
-    for each in (meter, resumed):
-        each.add(outcome(5.0, 1.0, 20, 1), [], 1.0)
-    lines = [report(meter), report(resumed)]
-    assert [line["loss"] for line in lines] == [4.0, 4.0]
-    assert [line["skipped_updates"] for line in lines] == [1, 1]
-
-
-def test_values_of_all_ranks_keep_names_and_shapes():
+def test_values_of_all_ranks_keep_names_and_shapes_without_a_copy_from_the_host(monkeypatch):
     numbers_PK = np.random.default_rng(0).normal(size=(4, 4))
     ranks = [
         {"one": row[0], "pair": paddle.to_tensor(row[1:3]), "other": row[3]} for row in numbers_PK
     ]
+
+    def refuse(*arguments, **named):
+        raise AssertionError("a copy to the device, which waits for it")
+
+    monkeypatch.setattr(paddle, "to_tensor", refuse)
     found = gathered(*ranks)
     np.testing.assert_array_equal(found["one"], numbers_PK[:, 0])
     np.testing.assert_array_equal(found["pair"], numbers_PK[:, 1:3])
@@ -154,8 +137,87 @@ def test_broken_line_in_the_middle_is_reported(tmp_path, broken):
         metrics.read()
 
 
-@pytest.mark.parametrize("lines", [[], [{"step": 1, "loss": 2.0}, {"step": 2, "eval_loss": 1.0}]])
-def test_curve_is_a_picture(tmp_path, lines):
-    draw_loss_curve(lines, tmp_path / "loss.png")
-    with Image.open(tmp_path / "loss.png") as image:
-        assert image.size == (1280, 800)
+def line_of(*ranks: tuple[bool, list[list[tuple[int, ...]]]]) -> dict:
+    """A metrics line.
+
+    Args:
+        ranks: whether each counts data, and the lengths in each micro-batch of each of its steps.
+    """
+    values = []
+    for counts_data, steps in ranks:
+        meter = StepMeter(VLLoss())
+        for batches in steps:
+            micro_batches = [replace(EMPTY, lengths=lengths) for lengths in batches]
+            meter.add(outcome(2.0, 1.0, 10, 100), micro_batches, 1.0)
+        values.append(meter.values(counts_data))
+    return StepMeter(VLLoss()).line(gathered(*values))
+
+
+def over_ranks(line: dict, key: str) -> list[float]:
+    return [line[f"{key}_{name}"] for name in ("sum", "mean", "min", "max")]
+
+
+# In turn 10 against 2 tokens; two micro-batches in the first step.
+ONE, OTHER = [[(6, 2), (2,)], [(1, 1)]], [[(1,), (1,)], [(10,)]]
+
+
+def test_ranks_are_compared_within_each_step():
+    line = line_of((True, ONE), (True, OTHER))
+    assert over_ranks(line, "tokens_per_step") == [12.0, 6.0, 2.0, 10.0]
+    assert line["token_imbalance"] == round(10 / 6, 4)
+    # Samples of 6, 2, 2, 1, 1 tokens, and of 1, 1, 10.
+    assert over_ranks(line, "rank_sequence_length") == [6.4, 3.2, 2.4, 4.0]
+    assert [line[f"sequence_length_{name}"] for name in ("min", "mean", "max")] == [1, 3.0, 10]
+
+
+def test_ranks_that_share_samples_count_once():
+    shared = line_of((True, ONE), (False, ONE), (False, OTHER), (True, OTHER))
+    assert shared == line_of((True, ONE), (True, OTHER))
+
+
+def test_one_rank_has_no_imbalance_and_a_rank_without_samples_no_length():
+    assert "token_imbalance" not in line_of((True, ONE))
+    # Nor is anything told of tokens that are not counted.
+    line = line_of((True, [[()]]), (True, [[()]]))
+    assert not [key for key in line if "per_step" in key or "length" in key or "imbalance" in key]
+    line = line_of((True, [[(8,)]]), (True, [[()]]))
+    assert over_ranks(line, "tokens_per_step") == [8.0, 4.0, 0.0, 8.0]
+    assert over_ranks(line, "rank_sequence_length") == [8.0, 8.0, 8.0, 8.0]
+
+
+def test_a_report_shows_unequal_ranks(tmp_path):
+    unequal = line_of((True, ONE), (True, OTHER))
+    worse = {"token_imbalance": 1.8}
+    lines = [LINES[0] | unequal, LINES[1] | unequal | worse]
+    runs = read_runs([write_run(tmp_path / "unequal", lines), write_run(tmp_path / "one_rank")])
+    results = dict(next(t for t in tables_of(runs) if t.title == "Results").rows)
+    assert results["tokens of the fullest rank"] == ["1.733 times the mean, at worst 1.8", "-"]
+    panels = {panel.name: panel for panel in panels_of(runs)}
+    assert panels["tokens_per_step"].keys == [
+        f"tokens_per_step_{name}" for name in ("mean", "min", "max")
+    ]
+    # On one axis a sum would flatten the others.
+    assert panels["tokens_per_step_sum"].keys == ["tokens_per_step_sum"]
+    found = panels["token_imbalance"]
+    assert (found.section, found.title, found.unit) == (
+        "Data",
+        "Token imbalance (fullest rank)",
+        "most over mean",
+    )
+
+
+def test_a_policys_lengths_are_the_real_tokens_of_its_prefix(tmp_path):
+    run_file = write_tiny_policy_run(tmp_path / "run")
+    trainer = build_trainer(load_run_config(run_file, []))
+    batch, adapter, model = next(trainer.data), trainer.runner.adapter, trainer.runner.model
+    trainer.data.close()
+    lengths = adapter.lengths(batch)
+    real = model.tokens.masks(batch, presence_of(batch), xp=np).pad_masks
+    assert len(lengths) == adapter.num_samples(batch)
+    assert lengths == real.sum(axis=1).tolist()
+    camera_tokens = model.tokens.camera_tokens
+    masks = [batch["vid_masks"][0].copy(), *batch["vid_masks"][1:]]
+    assert masks[0][1]
+    masks[0][1] = False
+    without = adapter.lengths(batch | {"vid_masks": masks})
+    assert without == [lengths[0], lengths[1] - camera_tokens, *lengths[2:]]

@@ -1,9 +1,6 @@
-"""A policy with two cameras that trains on a file with one.
+"""A policy, or a planner, with two cameras that trains on a file with one.
 
-Guarantees: losses and every gradient are those of an explicit black, masked second camera, with and
-without goal images, whatever that camera shows; they are those of the batch without the camera, as
-acting has it; a camera that only some samples lack changes no other sample; the planner's too. Such
-a file is refused before a step where `empty_cameras` does not allow it, and so are too few frames.
+Losses and every gradient are those of an explicit black, masked second camera.
 """
 
 import json

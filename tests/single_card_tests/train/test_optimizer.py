@@ -1,44 +1,36 @@
-"""The optimizer and the parameters that it trains.
-
-Guarantees: frozen parameters have neither gradients nor state; a pattern without a match is
-refused; clipping is torch's formula over trained parameters only; weight decay leaves out the
-parameters of its patterns; the state is saved and loaded bit for bit under HF names; components can
-be frozen by name and have their own learning rates, which may fall from layer to layer; what is
-frozen for some steps begins later, bit for bit, with fresh state.
-"""
+"""The optimizer, what it trains, and the moving average of the weights (`train.ema`)."""
 
 import numpy as np
 import paddle
 import pytest
+from safetensors.numpy import load_file
 
-from paddle_vl.config.schema import TrainConfig
+from paddle_vl.cli.main import main
+from paddle_vl.config.schema import EMAConfig, TrainConfig
 from paddle_vl.families.vlm.settings import PARTS
 from paddle_vl.nn.master_weights import MasterWeights
+from paddle_vl.testing import record_host_reads
 from paddle_vl.train.freeze import (
     decayed_names,
-    freeze_parameters,
-    frozen_steps,
     rate_factors,
     trained_names,
 )
 from paddle_vl.train.optimizer import Optimizer
+from paddle_vl.train.schedule import average_decay
 from paddle_vl.train.step import train_step
-from tests.single_card_tests.train.batches import image_batch, micro_batches, vl_runner
+from tests.single_card_tests.train.batches import (
+    assert_same_bits,
+    image_batch,
+    micro_batches,
+    optimizer_of,
+    parameters_of,
+    vl_runner,
+)
+from tests.single_card_tests.train.tiny_run import write_tiny_run
+from tests.single_card_tests.train.whole_runs import build, evaluated
+from tests.support.finished_runs import arrays_of, metrics_of
 from tests.support.states import states_of
 from tests.support.tiny import tiny_model
-
-
-def build(model, freeze=(), **settings):
-    train = TrainConfig(output_dir="o", **settings)
-    names = dict(model.hf_named_parameters())
-    trained = trained_names(names, freeze, parts=PARTS)
-    return Optimizer(
-        freeze_parameters(list(model.hf_named_parameters()), trained),
-        train,
-        decayed_names(names, train.weight_decay_exclude),
-        rate_factors=rate_factors(train, trained, PARTS),
-        frozen_steps=frozen_steps(train, trained, PARTS),
-    )
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +40,7 @@ def batch():
 
 def test_frozen_parameters_get_no_gradient_state_or_update(batch):
     model = tiny_model()
-    optimizer = build(model, ["model.visual.*", "*.layers.0.mlp.*"])
+    optimizer = optimizer_of(model, ["model.visual.*", "*.layers.0.mlp.*"])
     before = model.hf_state_dict()
     train_step(vl_runner(model), optimizer, micro_batches(batch), 0.01)
     changed = {
@@ -60,17 +52,23 @@ def test_frozen_parameters_get_no_gradient_state_or_update(batch):
     assert {name.partition("/")[0] for name in states_of(optimizer)} == names - frozen
 
 
-def test_pattern_that_fits_nothing_names_the_nearest():
-    named = list(tiny_model().hf_named_parameters())
-    with pytest.raises(ValueError, match=r"'model\.visul\.\*' fits none of .*model\.visual"):
-        trained_names(dict(named), ["model.visul.*"])
-    with pytest.raises(ValueError, match="weight_decay_exclude: the pattern 'bias'"):
-        decayed_names(dict(named), ["bias"])
+RATES = {"vision": 1e-3}
+REFUSED = [
+    (lambda model, names: trained_names(names, ["model.visul.*"]), "fits none of .*model.visual"),
+    (lambda model, names: decayed_names(names, ["bias"]), "weight_decay_exclude: the pattern 'bi"),
+    (lambda model, names: trained_names(names, ["*"]), "nothing to train"),
+    (
+        lambda model, names: optimizer_of(model, ["vision"], part_learning_rates=RATES),
+        r"part_learning_rates.*'vision' fits none of .* nearest",
+    ),
+]
 
 
-def test_freezing_everything_is_refused():
-    with pytest.raises(ValueError, match="nothing to train"):
-        trained_names(dict(tiny_model().hf_named_parameters()), ["*"])
+@pytest.mark.parametrize(("call", "told"), REFUSED)
+def test_patterns_that_fit_nothing_or_leave_nothing_are_refused(call, told):
+    model = tiny_model()
+    with pytest.raises(ValueError, match=told):
+        call(model, dict(model.hf_named_parameters()))
 
 
 @pytest.mark.parametrize("part", ["vision", "mergers", "language"])
@@ -88,7 +86,7 @@ def test_learning_rates_of_parts_are_peaks_of_the_one_schedule(batch):
     decay, rate times decay times the weight is subtracted too."""
     rates = {"vision": 1e-3, "mergers": 4e-3, "model.visual.blocks.0.*": 2e-4}
     model = tiny_model()
-    optimizer = build(
+    optimizer = optimizer_of(
         model, learning_rate=1e-2, part_learning_rates=rates, adam_epsilon=1e-30, weight_decay=0.5
     )
     before = model.hf_state_dict()
@@ -152,52 +150,29 @@ def test_what_is_frozen_for_some_steps_begins_with_fresh_state(batch, has_bucket
 
     settings = {"weight_decay": 0.5, "max_grad_norm": 0.0}
     wanted = tiny_model()
-    first = build(wanted, ["vision"], **settings)
+    first = optimizer_of(wanted, ["vision"], **settings)
     run(wanted, first, range(2))
     for _, parameter in wanted.hf_named_parameters():
         parameter.stop_gradient = False
-    second = build(wanted, **settings)
+    second = optimizer_of(wanted, **settings)
     second.load_state(states_of(second) | states_of(first))
     run(wanted, second, range(2, 4))
 
     found = tiny_model()
     unfreeze = [{"at": 2, "patterns": ["vision"]}]
-    optimizer = build(found, unfreeze=unfreeze, **settings)
-    if has_buckets:
-        optimizer.use_buckets()
+    optimizer = optimizer_of(found, flat=has_buckets, unfreeze=unfreeze, **settings)
     run(found, optimizer, range(4))
     for got, expected in (
         (found.hf_state_dict(), wanted.hf_state_dict()),
         (states_of(optimizer), states_of(second)),
     ):
-        assert got.keys() == expected.keys()
-        for name, array in expected.items():
-            np.testing.assert_array_equal(got[name], array, err_msg=name)
-
-
-def test_learning_rate_of_a_part_that_is_not_trained_is_refused():
-    with pytest.raises(ValueError, match=r"part_learning_rates.*'vision' fits none of .* nearest"):
-        build(tiny_model(), ["vision"], part_learning_rates={"vision": 1e-3})
-
-
-def test_weight_decay_moves_only_decayed_parameters():
-    """With zero gradients AdamW's update is the decay alone: p * (1 - rate * decay)."""
-    model = tiny_model()
-    optimizer = build(model, weight_decay=0.5)
-    before = model.hf_state_dict()
-    for _, parameter in optimizer.parameters:
-        (parameter * 0.0).sum().backward()
-    optimizer.step(0.1)
-    after = model.hf_state_dict()
-    for name, parameter in model.hf_named_parameters():
-        factor = 0.95 if len(parameter.shape) > 1 else 1.0
-        np.testing.assert_allclose(after[name], before[name] * factor, rtol=1e-6, err_msg=name)
+        assert_same_bits(got, expected)
 
 
 @pytest.mark.parametrize("max_norm", [0.25, 1e6, 0.0])
 def test_clipping_is_torchs_formula_over_trained_parameters(batch, max_norm):
     model = tiny_model()
-    optimizer = build(model, ["model.visual.*"], max_grad_norm=max_norm)
+    optimizer = optimizer_of(model, ["model.visual.*"], max_grad_norm=max_norm)
     vl_runner(model).accumulate_gradients([batch], [batch["num_target_tokens"]])
     # A fused parameter has several names but counts once.
     before = {p.name: p.grad.numpy().copy() for _, p in optimizer.parameters}
@@ -210,28 +185,6 @@ def test_clipping_is_torchs_formula_over_trained_parameters(batch, max_norm):
     for name, parameter in optimizer.parameters:
         expected = before[parameter.name] * factor
         np.testing.assert_allclose(parameter.grad.numpy(), expected, rtol=1e-5, err_msg=name)
-
-
-def test_state_round_trips_bit_for_bit(batch):
-    """One step, a move of weights and state to new objects and one step equal two steps."""
-    model = tiny_model()
-    optimizer = build(model, weight_decay=0.1)
-    train_step(vl_runner(model), optimizer, micro_batches(batch), 0.01)
-    other = tiny_model(seed=5)
-    other.set_state_dict({name: value.clone() for name, value in model.state_dict().items()})
-    moved = build(other, weight_decay=0.1)
-    moved.load_state(states_of(optimizer))
-    train_step(vl_runner(model), optimizer, micro_batches(batch), 0.01)
-    train_step(vl_runner(other), moved, micro_batches(batch), 0.01)
-    for name, value in model.hf_state_dict().items():
-        np.testing.assert_array_equal(other.hf_state_dict()[name], value, err_msg=name)
-    for name, value in states_of(optimizer).items():
-        np.testing.assert_array_equal(states_of(moved)[name], value, err_msg=name)
-
-
-def half_parameter(values: np.ndarray) -> paddle.Tensor:
-    weight = paddle.to_tensor(values).astype("bfloat16")
-    return paddle.base.framework.EagerParamBase.from_tensor(weight, name="half_weight")
 
 
 def with_masters(parameter: paddle.Tensor, **settings) -> Optimizer:
@@ -248,8 +201,8 @@ def test_half_precision_training_is_adamw_in_float32_on_rounded_gradients():
     """Three steps of two micro-batches against the formula. Gradients come in bfloat16 and are
     summed in float32; the master weights are never bfloat16."""
     rng = np.random.default_rng(0)
-    start = rounded(rng.normal(size=(4, 5)))
-    parameter = half_parameter(start)
+    (parameter,) = parameters_of(rng, [(4, 5)], "bfloat16")
+    start = parameter.astype("float32").numpy()
     settings = {"weight_decay": 0.1, "adam_beta2": 0.95, "adam_epsilon": 1e-8}
     optimizer = with_masters(parameter, **settings)
     store, rate = optimizer.store, 1e-3
@@ -279,7 +232,7 @@ def test_half_precision_training_is_adamw_in_float32_on_rounded_gradients():
 
 
 def test_state_of_other_parameters_is_refused_naming_all():
-    optimizer = build(tiny_model())
+    optimizer = optimizer_of(tiny_model())
     state = states_of(optimizer)
     moved = {**state, "x/moment1": state["lm_head.weight/moment1"]}
     del moved["lm_head.weight/moment1"]
@@ -288,3 +241,84 @@ def test_state_of_other_parameters_is_refused_naming_all():
     misshapen = {**state, "lm_head.weight/moment2": np.zeros(3, np.float32)}
     with pytest.raises(ValueError, match=r"lm_head.weight/moment2 is \[3\], not \[64, 16\]"):
         optimizer.load_state(misshapen)
+
+
+DECAYS = [0.5, 0.9, 0.75]
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["per tensor", "buckets"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_follows_its_formula_and_is_exchanged_with_the_weights(dtype, flat):
+    rng = np.random.default_rng(0)
+    parameters = parameters_of(rng, [(3, 50), (7,)], dtype)
+    named = [("a", parameters[0]), ("b", parameters[1])]
+    train = TrainConfig(output_dir="o", max_grad_norm=0.0, ema=EMAConfig())
+    optimizer = Optimizer(named, train, set(), MasterWeights(parameters))
+    if flat:
+        optimizer.use_buckets()
+    masters = {name: optimizer.store.shard_of(p) for name, p in named}
+    expected = {name: master.numpy().astype(np.float64) for name, master in masters.items()}
+    for step, decay in enumerate([*DECAYS, 0.5]):
+        is_good = paddle.to_tensor(step < len(DECAYS))
+        for parameter in parameters:
+            factors = paddle.to_tensor(rng.normal(size=parameter.shape), dtype="float32")
+            (parameter.astype("float32") * factors).sum().backward()
+        optimizer.store.end_micro_batch()
+        optimizer.store.end_backward()
+        norm = float(optimizer.squared_norm().sqrt())
+        with record_host_reads() as reads:
+            if step < len(DECAYS):
+                optimizer.update(0.1, norm)
+            optimizer.update_average(decay, is_good)
+        assert reads == []
+        optimizer.clear_gradients()
+        if step < len(DECAYS):
+            for name, master in masters.items():
+                expected[name] = decay * expected[name] + (1 - decay) * master.numpy()
+    before = states_of(optimizer)
+    live = [parameter.astype("float32").numpy() for parameter in parameters]
+    for name, array in expected.items():
+        assert before[f"{name}/ema"].dtype == np.float32
+        np.testing.assert_allclose(before[f"{name}/ema"], array, rtol=0, atol=1e-6)
+    optimizer.swap_average()
+    for name, parameter in named:
+        rounded = paddle.to_tensor(before[f"{name}/ema"]).astype(dtype).astype("float32")
+        np.testing.assert_array_equal(parameter.astype("float32").numpy(), rounded.numpy())
+    optimizer.swap_average()
+    after = states_of(optimizer)
+    assert_same_bits(after, before)
+    for parameter, array in zip(parameters, live, strict=True):
+        np.testing.assert_array_equal(parameter.astype("float32").numpy(), array)
+
+
+def test_decays_of_openpi_and_lerobot():
+    assert [average_decay(EMAConfig(), step) for step in (1, 2, 9)] == [0.99] * 3
+    warmup = EMAConfig(schedule="warmup")
+    found = [average_decay(warmup, step) for step in (1, 2, 17, 10**7)]
+    assert found == pytest.approx([0.0, 1 - 2**-0.75, 1 - 17**-0.75, 0.9999])
+
+
+def train(run_file, output_dir, *more: str) -> None:
+    data = run_file.with_name("test.jsonl")
+    given = ["train.ema={decay: 0.6}", *evaluated(data), *more]
+    assert build(run_file, output_dir, *given).run() is None
+
+
+def test_a_run_evaluates_and_leaves_the_average(tmp_path, capsys):
+    run_file = write_tiny_run(tmp_path)
+    train(run_file, tmp_path / "out")
+    train(run_file, tmp_path / "plain", "train.ema=null")
+    found, other = (arrays_of(tmp_path / name / "checkpoint-4") for name in ("out", "plain"))
+    assert found.keys() - other.keys() == {f"{n}/ema" for n in other if "/" not in n}
+    assert_same_bits({name: found[name] for name in other}, other)
+    for name, array in load_file(tmp_path / "out" / "final" / "model.safetensors").items():
+        average = found[f"{name}/ema"]
+        # State has the layout of this package.
+        assert any(np.array_equal(array, a.reshape(array.shape)) for a in (average, average.T)), (
+            name
+        )
+    lines = [line for line in metrics_of(tmp_path / "out") if "eval_loss" in line]
+    # Last, since a command turns compiled kernels on.
+    assert main(["evaluate", str(tmp_path / "out"), "--data", str(tmp_path / "test.jsonl"),
+                 "--max-new-tokens", "1"]) == 0  # fmt: skip
+    assert f"{lines[-1]['eval_loss']:.4f}" in capsys.readouterr().out

@@ -1,20 +1,12 @@
-"""Training on packed rows, from JSONL records to weights.
+"""Training on packed rows, from JSONL records to weights."""
 
-Guarantees: training rows hold several samples up to the row length, evaluation rows one; packing
-efficiency is reported; the same seed gives the same bits, with workers and resumed, and resume does
-not measure lengths again; steps per epoch follow from the rows; a step on packed rows equals one on
-unpacked samples; resuming with another row length is refused; bad samples are left out and counted.
-"""
-
-import shutil
 from pathlib import Path
 
 import pytest
 
-from paddle_vl.data import sample_lengths as lengths_module
 from tests.single_card_tests.train import whole_runs
 from tests.single_card_tests.train.tiny_run import write_tiny_run
-from tests.single_card_tests.train.whole_runs import assert_same_run, metrics_of
+from tests.single_card_tests.train.whole_runs import metrics_of
 
 PACKED = ["data.packing=true", "data.packing_length=256", "train.save_steps=2"]
 
@@ -28,13 +20,6 @@ def build(run_file: Path, output_dir: Path, *overrides: str):
     return whole_runs.build(run_file, output_dir, *PACKED, *overrides)
 
 
-@pytest.fixture(scope="module")
-def whole_run(run_file, tmp_path_factory) -> Path:
-    output_dir = tmp_path_factory.mktemp("whole") / "out"
-    build(run_file, output_dir).run()
-    return output_dir
-
-
 def test_rows_hold_several_samples_and_the_fill_is_reported(run_file, tmp_path):
     trainer = build(run_file, tmp_path)
     batch = next(trainer.data)
@@ -45,30 +30,6 @@ def test_rows_hold_several_samples_and_the_fill_is_reported(run_file, tmp_path):
     trainer = build(run_file, tmp_path, "train.gradient_accumulation_steps=1", "train.max_steps=1")
     trainer.run()
     assert metrics_of(tmp_path)[0]["packing_efficiency"] == pytest.approx(real, abs=1e-4)
-
-
-def test_evaluation_has_one_sample_a_row(run_file, tmp_path):
-    data = run_file.with_name("test.jsonl")
-    settings = [f"data.eval=[{data}]", "train.eval_steps=1", "train.learning_rate=0"]
-    settings += ["train.max_steps=1", "train.per_device_eval_batch_size=2"]
-    build(run_file, tmp_path / "packed", *settings).run()
-    build(run_file, tmp_path / "plain", *settings, "data.packing=false",
-          "data.packing_length=null").run()  # fmt: skip
-    found, wanted = (metrics_of(tmp_path / name)[0]["eval_loss"] for name in ("packed", "plain"))
-    assert found == wanted
-
-
-def test_workers_and_a_resumed_run_give_the_same_bits(whole_run, run_file, tmp_path, monkeypatch):
-    def refuse(dataset, num_workers):
-        raise AssertionError("measured again")
-
-    monkeypatch.setattr(lengths_module, "_measure", refuse)
-    shutil.copytree(whole_run / "checkpoint-2", tmp_path / "checkpoint-2")
-    shutil.copy(whole_run / "metrics.jsonl", tmp_path)
-    resumed = build(run_file, tmp_path, "train.resume_from_checkpoint=auto", "data.num_workers=1")
-    assert resumed.step == 2
-    resumed.run()
-    assert_same_run(whole_run, tmp_path)
 
 
 def test_an_epoch_is_as_many_steps_as_its_rows_make(run_file, tmp_path):
@@ -93,12 +54,6 @@ def test_a_step_on_packed_rows_equals_one_on_the_samples(run_file, tmp_path):
         assert found[key] == pytest.approx(wanted[key], rel=1e-6), key
 
 
-def test_rows_of_another_length_are_not_continued(whole_run, run_file, tmp_path):
-    shutil.copytree(whole_run / "checkpoint-2", tmp_path / "checkpoint-2")
-    with pytest.raises(ValueError, match=r"data\.packing_length: 256 -> 300"):
-        build(run_file, tmp_path, "train.resume_from_checkpoint=auto", "data.packing_length=300")
-
-
 def test_samples_too_long_to_cut_are_left_out_and_counted(run_file, tmp_path):
     settings = ["data.max_length=24", "data.packing_length=64", "train.max_steps=1"]
     with pytest.raises(ValueError, match=r"train\.jsonl:\d+: the sample has \d+ tokens"):
@@ -106,3 +61,13 @@ def test_samples_too_long_to_cut_are_left_out_and_counted(run_file, tmp_path):
     trainer = build(run_file, tmp_path, *settings, "data.on_bad_sample=skip", "data.max_length=40")
     trainer.run()
     assert metrics_of(tmp_path)[0]["skipped_samples"] == trainer.data.skipped["too_long"] > 0
+
+
+def test_evaluation_has_one_sample_a_row(run_file, tmp_path):
+    settings = [f"data.eval=[{run_file.with_name('test.jsonl')}]", "train.eval_steps=1"]
+    settings += ["train.learning_rate=0", "train.max_steps=1"]
+    build(run_file, tmp_path / "packed", *settings).run()
+    build(run_file, tmp_path / "plain", *settings, "data.packing=false",
+          "data.packing_length=null").run()  # fmt: skip
+    found, wanted = (metrics_of(tmp_path / name)[0]["eval_loss"] for name in ("packed", "plain"))
+    assert found == wanted

@@ -1,36 +1,41 @@
-"""A pi07 policy in the trainer, from files of demonstrations.
-
-Guarantees: training lowers and reports both losses; the saved policy acts, and the planner resumes
-bit for bit and refuses data without its texts; gradient accumulation equals one large batch, and
-the step's losses are the model's own on that batch; synthetic demonstrations need no files; the
-small examples in configs/pi07 train; parameters that only a zero-weight loss reaches are not
-trained.
-"""
+"""A pi07 policy and a planner in the trainer, from demonstrations and from LeRobot datasets."""
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-import make_demonstrations
 from paddle_vl.config.families import family_of_folder
-from paddle_vl.config.load import load_run_config
+from paddle_vl.config.load import load_run_config, save_run_config
+from paddle_vl.data.lerobot.metadata import read_metadata
+from paddle_vl.data.lerobot.statistics import statistics
+from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.base import EvaluationOptions
 from paddle_vl.families.pi07.planner import PI07HighLevelPlanner
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
+from paddle_vl.families.pi07.recipe import PI07Recipe
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.evaluate import mean_losses
 from paddle_vl.train.step import ModelRunner
+from tests.single_card_tests.families.pi07.demonstration_builders import same
+from tests.single_card_tests.train.batches import count_calls
+from tests.single_card_tests.train.run_kinds import (
+    FEATURES,
+    LANGUAGE,
+    policy_base,
+    with_mixture,
+    write_robot_run,
+)
 from tests.single_card_tests.train.tiny_policy_run import (
     MODEL,
     PLANNER,
     SHAPES,
     write_tiny_policy_run,
 )
-from tests.support.finished_runs import metrics_of
+from tests.single_card_tests.train.whole_runs import build
+from tests.support.finished_runs import arrays_of, metrics_of
 
 NO_DROPS = (
     "data.drops={history_state_drop_prob: 0.0, subgoal_drop_prob: 0.0, response_drop_prob: 0.0, "
@@ -44,26 +49,8 @@ def run_file(tmp_path_factory) -> Path:
 
 
 def trained(run_file, folder, *overrides) -> Path:
-    config = load_run_config(run_file, [f"train.output_dir={folder}", *overrides])
-    assert build_trainer(config).run() is None
+    assert build(run_file, folder, *overrides).run() is None
     return folder
-
-
-@pytest.mark.parametrize("name", ["tiny_cpu", "planner_cpu"])
-def test_the_small_examples_train_on_the_demonstrations_that_the_tool_writes(
-    name, tmp_path, monkeypatch
-):
-    example = Path(__file__).parents[3] / "configs" / "pi07" / f"{name}.yaml"
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["tool", "data/demonstrations", "--num-samples", "16"])
-    make_demonstrations.main()
-    trained(example, "out", "train.max_steps=2", "train.warmup_steps=1", "logging.logging_steps=1")
-    assert len(metrics_of(tmp_path / "out")) == 2
-    assert (tmp_path / "out" / "final" / "model.safetensors").is_file()
-
-
-def weights(folder: Path) -> dict[str, np.ndarray]:
-    return load_file(folder / "model.safetensors")
 
 
 def test_training_lowers_both_losses_and_the_policy_acts(run_file, tmp_path):
@@ -116,21 +103,15 @@ def test_a_steps_losses_are_the_models_own_on_the_whole_batch(run_file, tmp_path
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4)
 
 
-def test_the_planner_learns_what_it_is_to_write_and_continues(run_file, tmp_path):
+def test_the_planner_learns_what_it_is_to_write(run_file, tmp_path):
     settings = [f"model.config={json.dumps(PLANNER)}", "train.learning_rate=0.02"]
-    settings += ["train.max_steps=12", "train.save_steps=6"]
+    settings += ["train.max_steps=12", "train.save_steps=null"]
     settings += [f"data.eval=[{run_file.parent / 'arm-joint.jsonl'}]"]
     whole = trained(run_file, tmp_path / "whole", *settings)
     found = metrics_of(whole)
     for name in ("CE_memory", "CE_response"):
         assert found[-1][name] < 0.8 * found[0][name]
     assert found[-1]["eval_CE_memory"] < found[0]["CE_memory"]
-    again = tmp_path / "again"
-    again.mkdir()
-    shutil.copytree(whole / "checkpoint-6", again / "checkpoint-6")
-    trained(run_file, again, *settings, "train.resume_from_checkpoint=auto")
-    for name, value in weights(again / "final").items():
-        np.testing.assert_array_equal(value, weights(whole / "final")[name], err_msg=name)
     plan = PI07HighLevelPlanner.from_pretrained(whole / "final").plan(
         {
             "state": np.zeros((1, SHAPES["state_dim"]), np.float32),
@@ -156,11 +137,6 @@ def test_a_planner_refuses_demonstrations_without_its_texts(run_file, tmp_path, 
     (tmp_path / "config.json").write_text(planner)
     with pytest.raises(ValueError, match=said):
         family_of_folder(tmp_path).ask("evaluate", tmp_path, EvaluationOptions([str(file)], 2))
-
-
-def test_made_up_demonstrations_need_no_files(run_file, tmp_path):
-    overrides = ["data.train=[]", "data.synthetic_samples=24", "data.fields=[response, speed]"]
-    assert len(metrics_of(trained(run_file, tmp_path / "out", *overrides))) == 4
 
 
 @pytest.mark.parametrize("insulated", [True, False])
@@ -190,14 +166,108 @@ def test_a_loss_of_weight_zero_leaves_what_only_it_trains_alone(
     assert trained_here == reached
 
 
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        ("{MES: 1.0}", "MES; the losses of this policy are MSE, CE"),
-        ("{MSE: 0.0, CE: 0.0}", "a loss needs a weight above 0"),
-    ],
-)
-def test_weights_without_a_loss_are_refused(run_file, tmp_path, weights, message):
-    overrides = [f"train.output_dir={tmp_path}", f"train.loss_weighting={weights}"]
-    with pytest.raises(ValueError, match=message):
-        build_trainer(load_run_config(run_file, overrides))
+UNFREEZE = "model.policy.freeze_vision_encoder=false"
+TOWER = "model.gemma3_with_expert.gemma3.model.vision_tower."
+
+
+@pytest.fixture(scope="module")
+def frozen(tmp_path_factory) -> Path:
+    """Settings that start from a policy that was trained with a frozen tower, so its projector is
+    not zero any more."""
+    run_file = write_tiny_policy_run(tmp_path_factory.mktemp("run"), freeze_vision_encoder=True)
+    return policy_base(run_file, "train.max_steps=4")
+
+
+def moved(before: Path, after: Path) -> set[str]:
+    old, new = (load_file(folder / "model.safetensors") for folder in (before, after))
+    return {name for name, value in new.items() if not np.array_equal(value, old[name])}
+
+
+def test_one_setting_unfreezes_a_checkpoint_and_is_saved(frozen, tmp_path):
+    base, out = frozen.with_name("base"), trained(frozen, tmp_path / "open", UNFREEZE)
+    tower = {n for n in load_file(base / "model.safetensors") if n.startswith(TOWER)}
+    assert len(tower) > 30
+    # Softmax ignores a bias that all keys share.
+    assert tower - moved(base, out / "final") <= {n for n in tower if "k_proj.bias" in n}
+    moments = arrays_of(out / "checkpoint-4")
+    for name in tower:
+        assert np.abs(moments[f"{name}/moment2"]).max() > 0, name
+    for folder in (out / "final", out / "checkpoint-4"):
+        saved = json.loads((folder / "config.json").read_text())
+        assert not saved["freeze_vision_encoder"]
+        assert not saved["vlm_config"]["freeze_vision_encoder"]
+    config = load_run_config(out / "config.yaml")
+    assert config.model.policy.given == {"freeze_vision_encoder": False}
+    # Without the setting the checkpoint's tower stays; a part of it may.
+    assert not moved(base, trained(frozen, tmp_path / "kept") / "final") & tower
+    first = f"model.freeze=[{TOWER}vision_model.encoder.layers.0.*]"
+    part = moved(base, trained(frozen, tmp_path / "part", UNFREEZE, first) / "final")
+    assert not any(".encoder.layers.0." in name for name in part)
+    assert any(f"{TOWER}vision_model.encoder.layers.1." in name for name in part)
+
+
+def test_gradient_checkpointing_of_the_run_recomputes(frozen, tmp_path):
+    counts = []
+    for value in ("false", "true"):
+        override = f"model.policy.gradient_checkpointing={value}"
+        trainer = build(frozen, tmp_path / value, override, "train.max_steps=1")
+        calls = count_calls(trainer.runner.model.decoder_layers[0].backbone_layer.mlp)
+        trainer.run()
+        counts.append(len(calls))
+    assert counts[1] == 2 * counts[0]
+
+
+@pytest.fixture(scope="module")
+def robot_file(tmp_path_factory) -> Path:
+    return write_robot_run(tmp_path_factory.mktemp("run"))
+
+
+def test_a_dataset_is_trained_on_and_evaluated(robot_file, tmp_path):
+    mapping = "{camera0: observation.images.wrist, camera1: observation.images.front}"
+    overrides = [f"data.train=[{LANGUAGE}]", f"data.data_features_name_mapping={mapping}"]
+    overrides += ["train.max_steps=24", "train.learning_rate=0.02", "train.save_steps=null"]
+    found = metrics_of(trained(robot_file, tmp_path / "out", *overrides))
+    for name in ("MSE", "CE"):
+        values = [line[name] for line in found]
+        assert np.mean(values[-8:]) < 0.9 * np.mean(values[:4]), name
+    policy = PI07LowLevelPolicy.from_pretrained(tmp_path / "out" / "final")
+    wanted = statistics(read_metadata(LANGUAGE))["action"]["mean"]
+    stored = policy.normalizers["normalize_targets"].tensors["buffer_actions.mean"]
+    np.testing.assert_array_equal(stored, wanted.astype(np.float32)[None])
+    folder = tmp_path / "out" / "final"
+    evaluation = family_of_folder(folder).ask("evaluate", folder, EvaluationOptions([LANGUAGE], 8))
+    runner = ModelRunner(evaluation.model, evaluation.loss, evaluation.adapter)
+    assert np.isfinite(mean_losses(runner, evaluation.loader).loss)
+
+
+def test_the_planner_learns_from_language_columns(robot_file, tmp_path):
+    planner = json.dumps(PLANNER | {"input_features": FEATURES})
+    overrides = [f"data.train=[{LANGUAGE}]", f"model.config={planner}", "train.max_steps=1"]
+    (found,) = metrics_of(trained(robot_file, tmp_path / "out", *overrides))
+    assert min(found["CE_memory"], found["CE_response"]) > 0.1
+
+
+def test_ranks_draw_the_samples_of_one_device(robot_file, tmp_path):
+    config = load_run_config(robot_file, [f"train.output_dir={tmp_path}", *with_mixture()])
+    recipe = PI07Recipe(config, None)
+    settings = {"shuffle": True, "drop_last": True, "seed": 5}
+    one = PrefetchLoader(recipe.train_data, list, 4, **settings)
+    ranks = [
+        PrefetchLoader(recipe.train_data, list, 2, rank=rank, size=2, **settings) for rank in (0, 1)
+    ]
+    next(one)
+    ranks[0].load_state_dict(one.state_dict())
+    ranks[1].load_state_dict(one.state_dict())
+    batch, parts = next(one), [next(rank) for rank in ranks]
+    assert all(same(batch[2 * i + r], parts[r][i]) for i in (0, 1) for r in (0, 1))
+
+
+@pytest.mark.parametrize("key", ["0", '"0"', "'0'", "!!int 0"])
+def test_dims_are_mapped_by_whole_numbers_with_or_without_quotes(key, robot_file, tmp_path):
+    one = f"[{{root: a, use_delta_joint_actions: true, delta_action_state_map: {{{key}: 3}}}}]"
+    config = load_run_config(
+        robot_file, ["data.train=[]", f"data.dataset_mixture={{datasets: {one}}}"]
+    )
+    assert config.data.dataset_mixture.datasets[0].delta_action_state_map == {0: 3}
+    save_run_config(config, file := tmp_path / "run.yaml")
+    assert load_run_config(file) == config

@@ -1,9 +1,4 @@
-"""Progress of a run on the terminal.
-
-Guarantees: a terminal has one bar with the values of the last metrics line and evaluation; log
-messages are printed above it; a file, a pipe or a terminal without a
-bar has one line per report with the remaining time; ranks other than 0 print nothing.
-"""
+"""Progress of a run on the terminal, or as lines where there is no bar."""
 
 import io
 import logging
@@ -11,7 +6,6 @@ import re
 import sys
 
 import pytest
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 from paddle_vl.train.reporting import reporter
 from paddle_vl.train.reporting.reporter import ProgressBar
@@ -61,38 +55,28 @@ def in_pipe(monkeypatch) -> io.StringIO:
     return pipe
 
 
-def test_terminal_has_one_line_that_says_what_the_metrics_do(monkeypatch):
+POLICY = {"step": 1, "loss": None, "samples_per_second": 3.14159}
+
+
+@pytest.mark.parametrize(
+    ("begin", "lines", "shown"),
+    [
+        (
+            0, [LINE, {"step": 3, "eval_loss": 0.5}],
+            r" 10%\|.*\| 1/10 .*loss 0.1234, eval 0.5000, lr 1.00e-03, 4321 tokens/s\]",
+        ),
+        # A resumed run goes on where it was; policies tell samples, and no skipped loss.
+        (5, [POLICY], r" 60%\|.*\| 6/10 .*steps/s, 3.14 samples/s\]"),
+    ],
+)  # fmt: skip
+def test_terminal_has_one_line_that_says_what_the_metrics_do(monkeypatch, begin, lines, shown):
     screen = on_screen(monkeypatch)
-    bar = ProgressBar(10, 0, True)
-    bar.show(LINE)
-    bar.show({"step": 3, "eval_loss": 0.5})
+    bar = ProgressBar(10, begin, True)
+    for line in lines:
+        bar.show(line)
     bar.advance()
-    (line,) = screen.lines
-    assert re.match(r"train:  10%\|.*\| 1/10 ", line)
-    assert line.endswith("loss 0.1234, eval 0.5000, lr 1.00e-03, 4321 tokens/s]")
-    bar.close()
-
-
-def test_resumed_run_goes_on_where_it_was(monkeypatch):
-    screen = on_screen(monkeypatch)
-    ProgressBar(10, 5, True).close()
-    assert re.match(r"train:  50%\|.*\| 5/10 ", screen.lines[0])
-
-
-def test_log_message_stands_whole_above_the_bar(monkeypatch):
-    screen = on_screen(monkeypatch)
-    logger = logging.getLogger("told while a bar is shown")
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    logger.addHandler(logging.StreamHandler(screen))
-    bar = ProgressBar(10, 0, True)
-    with logging_redirect_tqdm([logger]):
-        bar.advance()
-        logger.info("step 1: said")
-        bar.advance()
-    message, line = screen.lines
-    assert message == "step 1: said"
-    assert line.startswith("train:")
+    (found,) = screen.lines
+    assert re.fullmatch(f"train: {shown}", found), found
     bar.close()
 
 
@@ -115,15 +99,6 @@ def test_every_report_is_a_whole_line_where_there_is_no_bar(
         "step 60 of 100, loss 0.1234, eval 0.5000, lr 1.00e-03, 4321 tokens/s, 01:00 left",
     ]
     assert stream.getvalue() == ""
-
-
-def test_policies_tell_samples_and_a_skipped_loss_is_left_out(monkeypatch):
-    screen = on_screen(monkeypatch)
-    bar = ProgressBar(10, 0, True)
-    bar.show({"step": 1, "loss": None, "samples_per_second": 3.14159})
-    bar.advance()
-    bar.close()
-    assert screen.lines[0].endswith("steps/s, 3.14 samples/s]")
 
 
 @pytest.mark.parametrize("open_stream", [on_screen, in_pipe])

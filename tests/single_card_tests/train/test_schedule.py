@@ -1,10 +1,4 @@
-"""Learning rate per step.
-
-Guarantees: HF's cosine with a floor, its constant schedule and its warmup-stable-decay, all after a
-linear warmup from 0, and OpenTau's cosine; a longer run goes on where the stable phase of a shorter
-one was left; the schedule of a run of tokens is that of steps. The oracle is the formula of HF's
-lambda at single steps.
-"""
+"""Learning rate per step. The oracle is the formula of HF's lambda at single steps."""
 
 import math
 
@@ -19,41 +13,29 @@ def rates(steps, num_steps=10, **settings):
     return [learning_rate(step, num_steps, train) for step in steps]
 
 
-def test_warmup_rises_from_zero_to_the_peak():
-    assert rates([0, 1, 2, 3, 4], warmup_steps=4) == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
+CONSTANT = {"lr_scheduler_type": "constant", "warmup_steps": 2}
 
 
-def test_cosine_runs_from_peak_to_zero():
-    expected = [0.2, 0.1 * (1 + math.cos(math.pi * 0.25)), 0.1, 0.0]
-    assert rates([2, 4, 6, 10], warmup_steps=2) == pytest.approx(expected)
-
-
-def test_cosine_ends_at_the_floor():
-    assert rates([0, 5, 10], min_lr_ratio=0.1) == pytest.approx([0.2, 0.11, 0.02])
-
-
-def test_constant_stays_at_the_peak():
-    assert rates([0, 1, 2, 9], lr_scheduler_type="constant", warmup_steps=2) == pytest.approx(
-        [0.0, 0.1, 0.2, 0.2]
-    )
-
-
-def test_rate_beyond_the_end_stays_at_the_floor():
-    assert rates([11, 30], min_lr_ratio=0.5) == pytest.approx([0.1, 0.1])
+@pytest.mark.parametrize(
+    ("settings", "steps", "expected"),
+    [
+        ({"warmup_steps": 4}, [0, 1, 2, 3, 4], [0, 0.05, 0.1, 0.15, 0.2]),
+        ({"warmup_steps": 2}, [2, 4, 6, 10], [0.2, 0.1 * (1 + math.cos(math.pi / 4)), 0.1, 0.0]),
+        ({"min_lr_ratio": 0.1}, [0, 5, 10], [0.2, 0.11, 0.02]),
+        ({"min_lr_ratio": 0.5}, [11, 30], [0.1, 0.1]),
+        (CONSTANT, [0, 1, 2, 9], [0.0, 0.1, 0.2, 0.2]),
+    ],
+)
+def test_rates_are_those_of_hf(settings, steps, expected):
+    assert rates(steps, **settings) == pytest.approx(expected)
 
 
 def test_opentaus_cosine_counts_the_warmup_and_begins_above_zero():
     """Values of OpenTau's schedule: warmup 10, decay 100, peak 2.5e-5, final 2.5e-6."""
     expected = {
-        0: 2.2727272727272728e-06,
-        1: 4.545454545454547e-06,
-        9: 2.272727272727273e-05,
-        10: 2.444938580832048e-05,
-        11: 2.433490865073504e-05,
-        50: 1.3750000000000002e-05,
-        99: 2.50555119588552e-06,
-        129: 2.5e-06,
-    }
+        0: 2.2727272727272728e-06, 9: 2.272727272727273e-05, 10: 2.444938580832048e-05,
+        50: 1.3750000000000002e-05, 99: 2.50555119588552e-06, 129: 2.5e-06,
+    }  # fmt: skip
     train = TrainConfig(
         output_dir="o",
         learning_rate=2.5e-5,

@@ -1,10 +1,6 @@
-"""The training loss of each source of a mix or mixture.
+"""The training loss of each source of a mix or mixture, in runs and over checkpoints.
 
-Guarantees: in a run, packed or not, `loss/NAME` is the mean over the target tokens of that source
-alone, without loss weights, over the steps between two lines, in which a source without targets is
-left out; the loss and the gradient have the same bits with sources and without; sums of skipped
-updates do not count; a checkpoint in the middle of a window continues it, and one of before begins
-it anew; data of one source, or without names, have no such loss and no such fields.
+The loss and the gradient have the same bits with sources and without.
 """
 
 import json
@@ -30,7 +26,12 @@ from paddle_vl.nn import head_loss
 from paddle_vl.train.reporting.metrics import StepMeter
 from paddle_vl.train.reporting.reporter import by_rank
 from paddle_vl.train.step import ModelRunner, StepOutcome, StepTotals, agree_on_step, leave_step
-from tests.single_card_tests.train.batches import image_batch, micro_batches, vl_runner
+from tests.single_card_tests.train.batches import (
+    assert_same_bits,
+    image_batch,
+    micro_batches,
+    vl_runner,
+)
 from tests.single_card_tests.train.corpus_run import write_corpus_run
 from tests.single_card_tests.train.test_step import PROMPTS, TEXTS, OfTwo
 from tests.single_card_tests.train.tiny_run import write_records, write_tiny_run
@@ -72,16 +73,12 @@ def test_sources_change_no_bit_of_loss_and_gradient(has_weights, rows_per_chunk,
     (plain, wanted), (terms, gradients) = found
     assert (plain.size, terms.size) == (1, 4)
     assert terms[0] == plain[0]
-    for name, array in wanted.items():
-        np.testing.assert_array_equal(gradients[name], array, err_msg=name)
+    assert_same_bits(gradients, wanted)
     # By the logits of all rows.
     whole = model(**{k: v for k, v in batch.items() if k != "loss_weights"})
-    logits = whole.logits.numpy()[:, :-1].astype(np.float64)
-    logits -= logits.max(axis=-1, keepdims=True)
-    scores = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-    labels = batch["labels"][:, 1:]
-    losses = -np.take_along_axis(scores, labels.clip(0)[..., None], axis=-1)[..., 0]
-    by_row = (losses * (labels != -100)).sum(axis=1)
+    labels = paddle.to_tensor(batch["labels"][:, 1:])
+    losses = paddle.nn.functional.cross_entropy(whole.logits[:, :-1], labels, reduction="none")
+    by_row = losses.squeeze(-1).sum(axis=1).numpy()
     np.testing.assert_allclose(terms[1:], [by_row[1], 0, by_row[0] + by_row[2]], rtol=1e-5)
 
 
@@ -174,6 +171,8 @@ def test_packed_pieces_give_their_targets_to_their_own_source():
     mask = np.array([[0, 1, 1, 1], [1, 1, 0, 0]])
     rows = [[TokenSpan(1, 1), TokenSpan(2, 0)], [TokenSpan(2, 2)]]
     np.testing.assert_array_equal(sources_of_tokens(mask, rows), [[0, 1, 0, 0], [2, 2, 0, 0]])
+    empty = sources_of_tokens(mask[:, 2:], [[TokenSpan(2, 1)], []])
+    np.testing.assert_array_equal(empty, [[1, 1], [0, 0]])
     samples = [
         {"input_ids": np.arange(n), "labels": np.array(labels)}
         for n, labels in ((3, [5, -100, 6]), (2, [7, 8]))
@@ -185,13 +184,6 @@ def test_packed_pieces_give_their_targets_to_their_own_source():
     found = with_target_rows(batch)
     assert dict(zip(found["target_rows"][1].tolist(), found["target_sources"].tolist(),
                     strict=True)) == {6: 0, 7: 2, 8: 2}  # fmt: skip
-
-
-def test_an_empty_packed_row_has_no_source():
-    mask = np.array([[0, 0], [1, 1]])
-    np.testing.assert_array_equal(
-        sources_of_tokens(mask, [[], [TokenSpan(2, 1)]]), [[0, 0], [1, 1]]
-    )
 
 
 def outcome_of(loss, targets, sums, is_good=True):

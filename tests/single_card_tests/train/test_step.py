@@ -1,11 +1,6 @@
-"""One training step.
+"""One training step, and evaluation.
 
-Guarantees: accumulation over unequal micro-batches equals one large batch, in the loss and every
-gradient; a non-finite step changes nothing, whether its flag is read or masks the update on the
-device; a step without targets is refused; recomputation changes no gradient; ranks exchange the
-counts of sources with the others, as many numbers as a rank that leaves sends; a step whose experts
-overflow is repeated with exact sizes and the same random numbers, and updates once. The golden
-cases compare this step with HF's trajectory on torch.
+The golden cases compare this step with HF's trajectory on torch.
 """
 
 from typing import Any
@@ -14,12 +9,12 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.config.schema import TrainConfig
+from paddle_vl.families.vlm.evaluation.scorer import Answer, exact_report
 from paddle_vl.families.vlm.training.objective import VLBatchAdapter, VLLoss
 from paddle_vl.parallel.ranks import SingleRank
 from paddle_vl.parallel.recompute import recompute_layers
-from paddle_vl.train.freeze import decayed_names, freeze_parameters, trained_names
-from paddle_vl.train.optimizer import Optimizer
+from paddle_vl.train.evaluate import mean_losses
+from paddle_vl.train.freeze import freeze_parameters, trained_names
 from paddle_vl.train.step import (
     ModelRunner,
     agree_on_step,
@@ -28,25 +23,17 @@ from paddle_vl.train.step import (
     train_step,
 )
 from tests.single_card_tests.train.batches import (
+    assert_same_bits,
     count_calls,
     image_batch,
     micro_batches,
+    optimizer_of,
     split_batch,
     vl_runner,
 )
 from tests.support.tiny import tiny_model
 
 TEXTS, PROMPTS = [[1, 2, 3, 4, 5, 9, 9], [6, 7, 8], [3, 3, 3, 3]], [2, 1, 3]
-
-
-def build(model, **settings):
-    named = list(model.hf_named_parameters())
-    train = TrainConfig(output_dir="o", **settings)
-    return Optimizer(
-        freeze_parameters(named, dict(named)),
-        train,
-        decayed_names(dict(named), train.weight_decay_exclude),
-    )
 
 
 def gradients(model, batches):
@@ -66,19 +53,10 @@ def test_accumulation_equals_one_large_batch():
         np.testing.assert_allclose(grads[name], grad, rtol=1e-3, atol=2e-6, err_msg=name)
 
 
-def test_result_reports_loss_and_targets():
+@pytest.mark.parametrize("flat", [False, True], ids=["per tensor", "flat"])
+def test_nonfinite_step_changes_nothing(flat):
     model = tiny_model()
-    batch = image_batch(TEXTS, PROMPTS)
-    expected = float(model(**batch).loss)
-    result = train_step(vl_runner(model), build(model), micro_batches(batch), 0.0)
-    assert result.terms.item() == pytest.approx(expected, rel=1e-6)
-    assert result.totals.counts == (8,)
-    assert bool(result.is_good)
-
-
-def test_nonfinite_step_changes_nothing():
-    model = tiny_model()
-    optimizer = build(model, weight_decay=0.1)
+    optimizer = optimizer_of(model, flat=flat, weight_decay=0.1)
     good, bad = image_batch(TEXTS, PROMPTS), image_batch(TEXTS, PROMPTS)
     bad["pixel_values"] = bad["pixel_values"].copy()
     bad["pixel_values"][3, 5] = np.inf
@@ -87,18 +65,18 @@ def test_nonfinite_step_changes_nothing():
     state = {name: tensor.numpy().copy() for name, tensor in optimizer.state_tensors().items()}
     result = train_step(vl_runner(model), optimizer, micro_batches(good, bad), 0.01)
     assert not bool(result.is_good)
-    for name, array in model.hf_state_dict().items():
-        np.testing.assert_array_equal(array, weights[name], err_msg=name)
-    for name, tensor in optimizer.state_tensors().items():
-        np.testing.assert_array_equal(tensor.numpy(), state[name], err_msg=name)
+    assert_same_bits(model.hf_state_dict(), weights)
+    assert_same_bits({n: t.numpy() for n, t in optimizer.state_tensors().items()}, state)
     assert all(parameter.grad is None for parameter in model.parameters())
+    train_step(vl_runner(model), optimizer, micro_batches(good), 0.01)
+    assert (model.hf_state_dict()["lm_head.weight"] != weights["lm_head.weight"]).any()
 
 
 def test_step_without_targets_is_refused():
     model = tiny_model()
     batch = image_batch([[1, 2]], [2])
     with pytest.raises(ValueError, match="have no target token"):
-        train_step(vl_runner(model), build(model), micro_batches(batch, batch), 0.01)
+        train_step(vl_runner(model), optimizer_of(model), micro_batches(batch, batch), 0.01)
 
 
 @pytest.mark.parametrize("frozen", ["none", "patch embedding", "tower", "all below the last layer"])
@@ -121,6 +99,10 @@ def test_recomputation_changes_no_gradient(frozen):
         calls = count_calls(model.decoder_layers[2].mlp)
         vl_runner(model).accumulate_gradients([image_batch(TEXTS, PROMPTS)], [8])
         assert len(calls) == (2 if recomputed else 1)
+        model.eval()
+        with paddle.no_grad():
+            model(**image_batch(TEXTS, PROMPTS))
+        assert len(calls) == (3 if recomputed else 2)
         results.append({name: parameter.grad for name, parameter in trained})
     # Not bit-identical: if a layer's output is used twice, sums are taken in another order.
     plain, again = results
@@ -129,16 +111,6 @@ def test_recomputation_changes_no_gradient(frozen):
         np.testing.assert_allclose(
             again[name].numpy(), grad.numpy(), atol=1e-6 * float(grad.abs().max()), err_msg=name
         )
-
-
-def test_recomputation_leaves_evaluation_alone():
-    model = tiny_model()
-    recompute_layers(model.decoder_layers)
-    calls = count_calls(model.decoder_layers[0].mlp)
-    model.eval()
-    with paddle.no_grad():
-        model(**image_batch(TEXTS, PROMPTS))
-    assert len(calls) == 1
 
 
 class OfTwo(SingleRank):
@@ -191,7 +163,7 @@ def test_a_step_that_overflows_is_repeated_and_equals_one_with_exact_sizes():
     found = []
     for factor in (None, 1.5):
         model, adapter = tiny_model(), VLBatchAdapter(capacity_factor=factor)
-        optimizer, runner = build(model), Overflowing(model, VLLoss(), adapter)
+        optimizer, runner = optimizer_of(model), Overflowing(model, VLLoss(), adapter)
         batches = [counted(batch, adapter) for batch in split_batch(TEXTS[:2], PROMPTS[:2])]
         result = train_step(runner, optimizer, batches, 0.01, seed=lambda: paddle.seed(3))
         assert result.is_repeated == (factor is not None)
@@ -201,3 +173,33 @@ def test_a_step_that_overflows_is_repeated_and_equals_one_with_exact_sizes():
     assert runner.rooms == [20, 14]
     for one, other in zip(*found, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_loss_is_one_mean_over_all_targets(training):
+    model = tiny_model()
+    expected = float(model(**image_batch(TEXTS, PROMPTS)).loss)
+    model.train() if training else model.eval()
+    losses = mean_losses(vl_runner(model), split_batch(TEXTS, PROMPTS))
+    assert losses.loss == pytest.approx(expected, rel=1e-6)
+    assert losses.counts == {"loss": 8}
+    assert model.training is training
+
+
+def test_data_without_targets_is_refused():
+    with pytest.raises(ValueError, match="no target token"):
+        mean_losses(vl_runner(tiny_model()), [image_batch([[1, 2]], [2])])
+
+
+def answer(task: str, is_exact: bool) -> Answer:
+    return Answer("f:1", task, "p", "a", "a" if is_exact else "b", is_exact)
+
+
+def test_report_counts_exact_answers_per_task():
+    answers = [answer("name", True), answer("add", False), answer("name", False)]
+    assert exact_report(answers).splitlines() == [
+        "exact answers:",
+        "  add            0.00%  (0 of 1)",
+        "  name          50.00%  (1 of 2)",
+        "  all answers   33.33%  (1 of 3)",
+    ]

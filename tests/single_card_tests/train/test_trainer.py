@@ -1,7 +1,5 @@
-"""Complete runs of a tiny model.
-
-Guarantees: the output folder has the documented files; settings take effect. Interrupted runs are
-in `test_continued_runs`.
+"""Complete runs of a tiny model, of steps, epochs and tokens. Interrupted ones are in
+`test_continued_runs`, kinds that resume in `test_resumed_runs`.
 """
 
 import json
@@ -10,10 +8,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from paddle_vl import Qwen3VLConfig
 from paddle_vl.config.load import load_run_config
+from paddle_vl.config.validate import launch_problems
+from paddle_vl.families.vlm.folders.processor_fit import model_config
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.train.checkpoint import model_folder
-from tests.single_card_tests.train.whole_runs import build, metrics_of
+from tests.single_card_tests.train.batches import count_calls
+from tests.single_card_tests.train.whole_runs import assert_same_run, build, metrics_of
 from tests.support.finished_runs import metrics_of as run_metrics
 
 
@@ -53,81 +55,23 @@ def test_metrics_have_every_quantity(whole_run):
     assert all(line["tokens_per_second"] > 0 for line in lines)
 
 
-def test_another_seed_gives_another_run(whole_run, run_file, tmp_path):
-    build(run_file, tmp_path, "train.seed=6", "train.max_steps=1").run()
-    assert metrics_of(tmp_path)[0]["loss"] != metrics_of(whole_run)[0]["loss"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "times"),
-    [("full", (2, 2)), ("mlp", (2, 2)), ("mlp train.recompute_num_layers=1", (1, 2))],
-)
-def test_recompute_setting_runs_layers_again(run_file, tmp_path, settings, times):
-    trainer = build(
-        run_file, tmp_path, *f"train.recompute={settings}".split(), "train.max_steps=1",
-        "train.gradient_accumulation_steps=1",
-    )  # fmt: skip
-    counted = []
-    for layer in (
-        trainer.runner.model.decoder_layers[1].mlp.down_proj,
-        trainer.runner.model.vision_blocks[0].mlp.linear_fc1,
-    ):
-        layer.register_forward_pre_hook(lambda *_: counted.append(1))
-    trainer.run()
-    assert len(counted) == sum(times)
-
-
-def test_batch_settings_reach_the_batches(run_file, tmp_path):
-    trainer = build(
-        run_file, tmp_path, "data.padding_side=left", "data.pad_to_multiple_of=32",
-        "train.per_device_train_batch_size=6",
-    )  # fmt: skip
-    batch = next(trainer.data)
-    assert batch["input_ids"].shape[0] == 6
-    assert batch["input_ids"].shape[1] % 32 == 0
-    assert batch["has_left_padding"]
-
-
-def test_skipped_samples_are_counted(run_file, tmp_path):
-    """One broken line among good ones: an error by default, counted with skip."""
-    data = tmp_path / "data.jsonl"
-    lines = run_file.with_name("train.jsonl").read_text().splitlines()
-    folder = run_file.parent
-    lines = [line.replace("images/", f"{folder}/images/") for line in lines]
-    data.write_text("\n".join([*lines[:5], '{"messages": ', *lines[5:]]) + "\n")
-    settings = [f"data.train=[{data}]", "train.max_steps=1"]
-    with pytest.raises(ValueError, match=r"data\.jsonl:6: broken JSON"):
-        build(run_file, tmp_path / "out", *settings)
-    build(run_file, tmp_path / "out", *settings, "data.on_bad_sample=skip").run()
-    assert metrics_of(tmp_path / "out")[0]["skipped_samples"] == 1
-
-
 def test_epochs_and_frozen_parts_from_the_configuration(run_file, tmp_path):
     """12 samples in steps of 2 x 2: one and a half epochs are 4.5 steps, so 5."""
     trainer = build(
         run_file, tmp_path, "train.max_steps=null", "train.num_train_epochs=1.5",
+        "data.padding_side=left", "data.pad_to_multiple_of=32", "logging.device_peak_tflops=0.05",
         'model.freeze=["model.visual.*"]', "train.recompute=full",
     )  # fmt: skip
     assert trainer.num_steps == 5
+    batch = next(trainer.data)
+    assert batch["input_ids"].shape[1] % 32 == 0
+    assert batch["has_left_padding"]
     before = trainer.runner.model.hf_state_dict()
     trainer.run()
     for name, value in trainer.runner.model.hf_state_dict().items():
         assert (value == before[name]).all() == name.startswith("model.visual."), name
-
-
-def test_model_that_does_not_fit_its_processor_is_refused(run_file, tmp_path):
-    with pytest.raises(ValueError, match="do not fit") as caught:
-        build(
-            run_file, tmp_path,
-            "model.config.image_token_id=7", "model.config.vision_config.patch_size=8",
-        )  # fmt: skip
-    for part in (
-        "image_token_id is 7 in the model and 278 in the tokenizer",
-        "vision_config.patch_size is 8 in the model and 4 in the image processor",
-    ):
-        assert part in str(caught.value)
-    with pytest.raises(ValueError, match="model.config: text_config.vocab_size is 270 but the"):
-        build(run_file, tmp_path, "model.config.text_config.vocab_size=270")
+    # A peak that is set gives a utilisation.
+    assert all(0 < line["mfu"] < 1 for line in run_metrics(tmp_path))
 
 
 def test_training_can_start_from_a_pretrained_folder(whole_run, run_file, tmp_path):
@@ -141,8 +85,12 @@ def test_training_can_start_from_a_pretrained_folder(whole_run, run_file, tmp_pa
     assert next(trainer.data)["image_grid_thw"].tolist() == [[1, 2, 2]] * 2
 
 
-def test_profiled_steps_leave_a_trace_of_these_steps(run_file, tmp_path):
-    trainer = build(run_file, tmp_path, "train.profile={start: 2, steps: 2}")
+@pytest.mark.parametrize(
+    ("steps", "wanted"), [(2, [False, True, True, False]), (50, [False, True, True, True])]
+)
+def test_profiled_steps_leave_a_trace_of_these_steps(run_file, tmp_path, steps, wanted):
+    """Also where the run ends first."""
+    trainer = build(run_file, tmp_path, f"train.profile={{start: 2, steps: {steps}}}")
     recorded, plain = [], trainer.train_one_step
 
     def train_one_step():
@@ -151,23 +99,94 @@ def test_profiled_steps_leave_a_trace_of_these_steps(run_file, tmp_path):
 
     trainer.train_one_step = train_one_step
     trainer.run()
-    assert recorded == [False, True, True, False]
+    assert recorded == wanted
     (file,) = (tmp_path / "profile").glob("rank0*.json")
     names = {event.get("name") for event in json.loads(file.read_text())["traceEvents"]}
     assert any("matmul" in str(name) for name in names)
 
 
-def test_a_run_that_ends_while_it_is_profiled_leaves_the_trace(run_file, tmp_path):
-    build(run_file, tmp_path, "train.profile={start: 3, steps: 50}").run()
-    assert list((tmp_path / "profile").glob("rank0*.json"))
+CONSTANT = ("train.lr_scheduler_type=constant", "train.warmup_steps=0", "train.save_steps=2")
 
 
-def test_a_peak_that_is_set_gives_a_utilisation(run_file, tmp_path):
-    build(run_file, tmp_path, "logging.device_peak_tflops=0.05", "train.max_steps=2").run()
-    for line in run_metrics(tmp_path):
-        assert 0 < line["mfu"] < 1
+@pytest.fixture(scope="module")
+def in_steps(run_file, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("steps") / "out"
+    build(run_file, folder, *CONSTANT).run()
+    return folder
 
 
-def test_limits_that_contradict_the_processors_are_named(run_file, tmp_path):
-    with pytest.raises(ValueError, match=r"processor with data\.max_pixels 1: min_pixels 64 and"):
-        build(run_file, tmp_path, "data.max_pixels=1")
+def of_tokens(number: int, schedule=CONSTANT) -> list[str]:
+    return ["train.max_steps=null", f"train.max_tokens={number}", *schedule]
+
+
+def test_the_step_that_reaches_the_tokens_is_the_last(run_file, in_steps, tmp_path):
+    tokens = [line["tokens"] for line in metrics_of(in_steps)]
+    assert len(tokens) == 4
+    assert tokens == sorted(tokens)
+    for name, number in (("fewer", tokens[2] + 1), ("exact", tokens[3])):
+        build(run_file, tmp_path / name, *of_tokens(number)).run()
+        assert_same_run(in_steps, tmp_path / name)
+    early = build(run_file, tmp_path / "early", *of_tokens(tokens[2]))
+    early.run()
+    assert early.step == 3
+
+
+def test_its_rate_follows_the_tokens(run_file, in_steps, tmp_path):
+    tokens = [0, *(line["tokens"] for line in metrics_of(in_steps))]
+    schedule = ("train.warmup_steps=0", "train.lr_scheduler_type=warmup_stable_decay",
+                "train.decay_ratio=1", "train.decay_type=linear")  # fmt: skip
+    build(run_file, tmp_path / "out", *of_tokens(tokens[4], schedule)).run()
+    rates = [line["learning_rate"] for line in metrics_of(tmp_path / "out")]
+    assert rates == pytest.approx([0.01 * (1 - seen / tokens[4]) for seen in tokens[:4]])
+
+
+def test_a_resumed_run_ends_with_the_same_bytes(run_file, in_steps, tmp_path):
+    tokens = metrics_of(in_steps)[3]["tokens"]
+    folder = tmp_path / "out"
+    build(run_file, folder, *of_tokens(metrics_of(in_steps)[1]["tokens"])).run()
+    longer = build(run_file, folder, *of_tokens(tokens), "train.resume_from_checkpoint=auto")
+    assert (longer.step, longer.tokens) == (2, metrics_of(in_steps)[1]["tokens"])
+    longer.run()
+    assert_same_run(in_steps, folder)
+
+
+def test_a_checkpoint_that_does_not_know_its_tokens_is_refused(run_file, tmp_path):
+    folder = tmp_path / "out"
+    build(run_file, folder, *CONSTANT, "train.max_steps=2", "train.verify_checkpoint=false").run()
+    file = folder / "checkpoint-2" / "trainer_state.json"
+    state = json.loads(file.read_text())
+    del state["tokens"]
+    # As many bytes as the manifest says.
+    file.write_text(json.dumps(state).ljust(file.stat().st_size))
+    resume = ("train.resume_from_checkpoint=auto", "train.verify_checkpoint=false")
+    with pytest.raises(ValueError, match="does not say how many tokens it has trained on"):
+        build(run_file, folder, *of_tokens(10**6), *resume)
+    assert build(run_file, folder, *CONSTANT, *resume).tokens == 0
+
+
+def test_a_published_size_is_named_in_place_of_a_file(run_file):
+    processor = VLProcessor.from_pretrained(load_run_config(run_file, []).data.processor)
+    found = model_config(Qwen3VLConfig, "Qwen3-VL-2B-Instruct", processor)
+    assert found == Qwen3VLConfig.named("qwen3-vl-2b")
+
+
+@pytest.mark.parametrize(("source", "is_absent"), [("none.json", True), ("qwen3-vl-2b", False)])
+def test_an_absent_file_is_found_before_the_launch(run_file, source, is_absent):
+    problems = launch_problems(load_run_config(run_file, [f"model.config={source}"]), "cpu")
+    assert any("model.config: no file" in problem for problem in problems) == is_absent
+
+
+@pytest.mark.parametrize(
+    ("settings", "times"),
+    [("full", (2, 2)), ("mlp", (2, 2)), ("mlp train.recompute_num_layers=1", (1, 2))],
+)
+def test_recompute_setting_runs_layers_again(run_file, tmp_path, settings, times):
+    trainer = build(
+        run_file, tmp_path, *f"train.recompute={settings}".split(), "train.max_steps=1",
+        "train.gradient_accumulation_steps=1",
+    )  # fmt: skip
+    model = trainer.runner.model
+    layers = (model.decoder_layers[1].mlp.down_proj, model.vision_blocks[0].mlp.linear_fc1)
+    calls = [count_calls(layer) for layer in layers]
+    trainer.run()
+    assert tuple(map(len, calls)) == times

@@ -1,24 +1,17 @@
-"""Training on video files, from JSONL records to weights.
-
-Guarantees: records with videos, alone and mixed with images in either order, train; decoding in
-workers gives the same bits as in the main process; video settings reach the frames and are saved
-with the model; a bad video stops the run with file, line and reason, or is skipped and counted; the
-trained model answers about a video.
-"""
+"""Training on video files, from JSONL records to weights, and questions about them."""
 
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from paddle_vl.cli.main import main
-from paddle_vl.config.load import load_run_config
 from paddle_vl.families.vlm.answering.chat import Chat
-from paddle_vl.train.build import build_trainer
 from tests.single_card_tests.data.video_files import write_video
+from tests.single_card_tests.train.batches import assert_same_bits
 from tests.single_card_tests.train.tiny_run import write_records, write_tiny_run
+from tests.single_card_tests.train.whole_runs import build, metrics_of
 
 SMALL = [
     "data.video_min_frames=2", "data.video_min_pixels=512", "data.video_max_pixels=2048",
@@ -51,11 +44,7 @@ def run_file(tmp_path_factory) -> Path:
 
 
 def train(run_file: Path, output_dir: Path, *overrides: str):
-    settings = [
-        f"train.output_dir={output_dir}", "train.max_steps=2", *SMALL, *overrides,
-    ]  # fmt: skip
-    trainer = build_trainer(load_run_config(run_file, settings))
-    assert trainer.run() is None
+    assert build(run_file, output_dir, "train.max_steps=2", *SMALL, *overrides).run() is None
     return load_file(output_dir / "final" / "model.safetensors")
 
 
@@ -66,26 +55,17 @@ def trained(run_file, tmp_path_factory) -> Path:
     return folder
 
 
-def test_two_samples_with_videos_train(trained):
-    lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
-    losses = [line["loss"] for line in lines if "loss" in line]
-    assert len(losses) == 2
-    assert np.isfinite(losses).all()
-    assert losses[1] < losses[0]
-
-
-def test_settings_of_videos_are_saved_with_the_model(trained):
-    found = json.loads((trained / "final" / "video_preprocessor_config.json").read_text())
-    assert found["size"] == {"shortest_edge": 512, "longest_edge": 2048}
-    assert (found["fps"], found["min_frames"], found["max_frames"]) == (2.5, 2, 6)
-    assert found["video_markers"] == "both"
-
-
-def test_worker_processes_that_decode_give_the_same_weights(run_file, trained, tmp_path):
-    expected = load_file(trained / "final" / "model.safetensors")
+def test_workers_that_decode_give_the_same_weights_and_settings_are_saved(
+    run_file, trained, tmp_path
+):
     found = train(run_file, tmp_path, "data.num_workers=2")
-    for name, value in expected.items():
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
+    assert_same_bits(found, load_file(trained / "final" / "model.safetensors"))
+    first, second = (line["loss"] for line in metrics_of(trained))
+    assert second < first
+    saved = json.loads((trained / "final" / "video_preprocessor_config.json").read_text())
+    assert saved["size"] == {"shortest_edge": 512, "longest_edge": 2048}
+    assert (saved["fps"], saved["min_frames"], saved["max_frames"]) == (2.5, 2, 6)
+    assert saved["video_markers"] == "both"
 
 
 def test_bad_video_stops_the_run_or_is_skipped_and_counted(run_file, trained, tmp_path, capsys):
@@ -107,8 +87,7 @@ def test_bad_video_stops_the_run_or_is_skipped_and_counted(run_file, trained, tm
         assert "Traceback" not in error
     skipping = ["data.on_bad_sample=skip", f"train.output_dir={tmp_path / 'skip'}"]
     assert main([*common, *skipping]) == 0
-    lines = (tmp_path / "skip" / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(lines[-1])["skipped_samples"] > 0
+    assert metrics_of(tmp_path / "skip")[-1]["skipped_samples"] > 0
 
 
 def test_generate_answers_about_videos_and_images_in_the_order_given(

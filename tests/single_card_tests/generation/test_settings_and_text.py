@@ -1,14 +1,12 @@
-"""Generation settings.
-
-Guarantees: HF's file is read and written; unsupported settings are refused if they would change the
-tokens and ignored otherwise; bad values are refused by name.
-"""
+"""Generation settings, of HF's file too, and text from token ids during generation."""
 
 import json
 
 import pytest
 
 from paddle_vl import GenerationConfig
+from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer, train_bpe
+from paddle_vl.generation.text_pieces import text_pieces
 
 # As published with Qwen3-VL.
 PUBLISHED = {
@@ -67,6 +65,8 @@ def test_the_fill_is_the_pad_token_or_the_first_ending_one():
     assert GenerationConfig(eos_token_id=[4, 5], pad_token_id=0).fill_token_id == 0
     assert GenerationConfig(eos_token_id=4).fill_token_id == 4
     assert GenerationConfig().fill_token_id is None
+    # No matter without sampling.
+    assert GenerationConfig(temperature=0.0).temperature == 0.0
 
 
 @pytest.mark.parametrize(
@@ -98,5 +98,47 @@ def test_a_bad_value_is_refused_by_name(settings, message):
         GenerationConfig(**settings)
 
 
-def test_a_temperature_of_zero_is_no_matter_without_sampling():
-    assert GenerationConfig(temperature=0.0).temperature == 0.0
+@pytest.fixture(scope="module")
+def tokenizer() -> TextTokenizer:
+    """Bytes and few merges: characters beyond ASCII take several tokens."""
+    return train_bpe(["the cat sat on the mat"], 270, ["<|im_end|>"])
+
+
+def pieces(tokenizer: TextTokenizer, ids: list[int]) -> list[str]:
+    return list(text_pieces(ids, tokenizer.decode))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["the cat", "\u4f60\u597d, \u4e16\u754c!", "a \U0001f600\U0001f680 b", "\u00e9t\n\nx", ""],
+)
+def test_pieces_are_the_text_and_never_a_torn_character(tokenizer, text):
+    found = pieces(tokenizer, tokenizer.encode(text))
+    assert "".join(found) == text
+    assert not any("\ufffd" in piece or piece == "" for piece in found)
+
+
+def test_outer_space_special_tokens_and_torn_characters(tokenizer):
+    ids = [*tokenizer.encode(" \n the  cat\n\nsat \n"), tokenizer.token_id("<|im_end|>")]
+    assert "".join(pieces(tokenizer, ids)) == "the  cat\n\nsat"
+    # One that never completes is shown at the end.
+    ids = tokenizer.encode("a\u4f60")[:-1]
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids) == "a\ufffd"
+
+
+def test_every_character_comes_with_its_last_token(tokenizer):
+    ids = tokenizer.encode("\u4f60x\u597d")
+    assert len(ids) == 7
+    shown = []
+
+    def one_at_a_time():
+        for i, token_id in enumerate(ids):
+            yield token_id
+            shown.append((i, "".join(found)))
+
+    found = []
+    for piece in text_pieces(one_at_a_time(), tokenizer.decode):
+        found.append(piece)
+    assert [text for _, text in shown] == [
+        "", "", "\u4f60", "\u4f60x", "\u4f60x", "\u4f60x", "\u4f60x\u597d",
+    ]  # fmt: skip

@@ -1,9 +1,6 @@
-"""Stages of pretraining: a model is assembled, its mergers learn, then everything.
+"""A model is assembled of a Qwen3 and the tower of a Qwen3-VL of another width.
 
-Guarantees: an assembled model has the language model of a Qwen3, the tower of a Qwen3-VL of another
-width, and new mergers; a stage that freezes parts changes the others only; the next stage starts
-from its final model with a new optimizer and a schedule of its own; parts that do not fit are
-refused before a file is written.
+Stages that freeze parts, and that begin with the model of the one before: `test_trainer`.
 """
 
 import json
@@ -15,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from assemble_model import assemble
 from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from tests.single_card_tests.train.tiny_run import MODEL
-from tests.single_card_tests.train.whole_runs import build, metrics_of
+from tests.single_card_tests.train.whole_runs import build
 
 MERGERS = ("model.visual.merger.", "model.visual.deepstack_merger_list.")
 
@@ -69,27 +66,6 @@ def test_an_assembled_model_has_both_parts_and_new_mergers(parts, start):
     weights = [array for key, array in mergers.items() if "linear" in key and array.ndim == 2]
     assert all(0.05 < array.std() < 0.2 for array in weights)
     Qwen3VLForConditionalGeneration.from_pretrained(start)
-
-
-def test_each_stage_trains_its_parts_and_starts_from_the_one_before(run_file, start, tmp_path):
-    new_model = ("model.config=null", f"model.pretrained={start}")
-    build(run_file, tmp_path / "0", *new_model, "model.freeze=[vision, language]").run()
-    first = load_file(tmp_path / "0/final/model.safetensors")
-    for key, array in load_file(start / "model.safetensors").items():
-        assert np.array_equal(first[key], array) != key.startswith(MERGERS), key
-    schedule = ("train.part_learning_rates={vision: 0.002}", "train.max_steps=3")
-    second = build(
-        run_file, tmp_path / "1", "model.config=null", f"model.pretrained={tmp_path / '0/final'}",
-        *schedule,
-    )  # fmt: skip
-    assert (second.step, second.tokens) == (0, 0)
-    second.run()
-    last = load_file(tmp_path / "1/final/model.safetensors")
-    trained = [key for key, array in first.items() if not np.array_equal(last[key], array)]
-    assert {key.split(".")[1] for key in trained} == {"visual", "language_model"}
-    line = metrics_of(tmp_path / "1")[-1]
-    assert line["learning_rate/vision"] == pytest.approx(line["learning_rate"] / 5)
-    assert (line["step"], line["epoch"]) == (3, 1.0)
 
 
 def test_parts_that_do_not_fit_are_refused_before_a_file_is_written(parts, start, tmp_path):
