@@ -45,7 +45,7 @@ from paddle_vl.families.vlm.training.colocated import (
     VisualEncoder,
 )
 from paddle_vl.families.vlm.training.objective import VLBatchAdapter, VLLoss, sliced
-from paddle_vl.families.vlm.training.own_pixels import with_own_pixels, without_pixels
+from paddle_vl.families.vlm.training.own_pixels import with_own_pixels
 from paddle_vl.families.vlm.training.pipeline import VLStage, layer_costs
 from paddle_vl.generation.config import GenerationConfig
 from paddle_vl.nn.linear import default_dtype
@@ -245,8 +245,6 @@ class VLRecipe(Family):
         # The colocated schedule divides the items of all micro-batches of a step.
         is_plain = self.config.parallel.schedule == "plain"
         loader.own_rows = self._own_rows(is_plain)
-        loader.lighter = without_pixels
-        loader.needs_all = self._has_tower or not is_plain
 
     def _own_rows(self, is_plain: bool) -> Callable[[Any], Any] | None:
         context, part, expert_part = self._ops.context, self._ops.row_part, self._ops.expert_part

@@ -29,7 +29,7 @@ def run_file(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_lanes():
-    """So that the lanes of a checkpoint continue after it."""
+    """So that the strands of a checkpoint continue after it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("paddle_vl.data.corpus.loader.PHASES", 2)
         yield
