@@ -22,7 +22,6 @@ from paddle_vl.data.jsonl import BadSampleError, sample_at
 from paddle_vl.data.media_file import MediaFolder, media_source
 from paddle_vl.data.remote import RemoteFile, RemoteSettings
 from paddle_vl.data.video_reader import FrameFiles
-from paddle_vl.families.vlm.inputs.conversation import Conversation
 from paddle_vl.serving.answer_parts import THINK
 from paddle_vl.serving.openai_protocol import ApiError
 
@@ -146,7 +145,7 @@ class Prompts:
         """A row as the processor encodes it."""
         canonical = to_canonical(row, RowSettings(nulls_are_values=True), format=_FORMAT)
         opened = [self._opened(message, work) for message in canonical.messages]
-        conversation = Conversation.of(opened, canonical.tools, canonical.chat_template_kwargs)
+        conversation = canonical.with_messages(opened)
         outline = self.processor.media(conversation, with_pixels=False)
         videos = outline.video_prompts
         num_visual = sum(len(each.timestamps) * each.tokens_per_patch for each in videos)

@@ -21,7 +21,8 @@ from harness import ROOT, Result, Table, data_settings, overrides, parser, run
 from paddle_vl.data.media_file import load_rgb
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
-from paddle_vl.families.vlm.inputs.tokenizer import CONTROL_TOKENS, train_bpe
+from paddle_vl.families.vlm.inputs.tokenizer import train_bpe
+from paddle_vl.families.vlm.templates.built_in import CONTROL_TOKENS
 
 SIZES = {"448 x 448": (448, 448), "1280 x 960": (1280, 960), "4000 x 3000": (4000, 3000)}
 MAX_PIXELS, ROW_TOKENS = 1280 * 28 * 28, 4096

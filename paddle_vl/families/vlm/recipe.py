@@ -11,6 +11,7 @@ from paddle_vl.checkpoint.safetensors_io import FileWriter
 from paddle_vl.config.data_sources import has_sources
 from paddle_vl.config.families import EncoderShape, ModelShape
 from paddle_vl.data.corpus.loader import CorpusLoader
+from paddle_vl.data.formats.reader import RowReader
 from paddle_vl.data.loader import Packing, PrefetchLoader
 from paddle_vl.data.packing import RowBudget
 from paddle_vl.data.sample_lengths import sample_lengths
@@ -28,7 +29,6 @@ from paddle_vl.families.vlm.inputs.collate import (
     SourcesCollator,
     VLCollator,
 )
-from paddle_vl.families.vlm.inputs.conversation import RowReader
 from paddle_vl.families.vlm.inputs.corpus import Corpus
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.open_data import open_conversations

@@ -48,7 +48,7 @@ def test_samples_keep_file_order_and_paths_start_at_their_file(tmp_path):
 
 def test_conversation_keeps_the_other_entries_of_its_record(tmp_path):
     file = write_jsonl(tmp_path / "a.jsonl", [question(task="single")])
-    assert MessagesDataset([file], PROCESSOR).conversation(0).extra == {"task": "single"}
+    assert MessagesDataset([file], PROCESSOR).conversation(0).extras == {"task": "single"}
 
 
 def test_a_file_is_searched_for_the_place_of_bad_samples_alone(tmp_path, monkeypatch):

@@ -9,7 +9,6 @@ import base64
 import numpy as np
 import pytest
 
-from paddle_vl.data.formats.canonical import check_targets
 from paddle_vl.data.formats.reader import to_canonical
 from paddle_vl.data.jsonl import BadSampleError
 from tests.single_card_tests.data.formats.rows import chat, flat, losses, said
@@ -178,5 +177,5 @@ def test_tokens_of_boxes_are_text_if_allowed():
 def test_a_row_without_a_target_is_refused_for_training(row, kind):
     canonical = to_canonical(row)
     with pytest.raises(BadSampleError) as info:
-        check_targets(canonical)
+        canonical.check_targets()
     assert info.value.kind == kind

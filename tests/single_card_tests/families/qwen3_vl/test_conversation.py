@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from paddle_vl.data.formats.reader import parse_record
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import load_rgb
 from paddle_vl.data.video_reader import open_video
-from paddle_vl.families.vlm.inputs.conversation import parse_record
 from tests.single_card_tests.families.qwen3_vl.chat_builders import (
     question,
     random_image,
@@ -73,7 +73,7 @@ def test_a_video_of_frames_has_them_in_order_and_no_rate_of_its_own(tmp_path):
 
 
 def test_other_entries_of_the_record_are_kept():
-    assert parse_record(question(task="single", images=[])).extra == {"task": "single"}
+    assert parse_record(question(task="single", images=[])).extras == {"task": "single"}
 
 
 BAD_RECORDS = {
@@ -84,7 +84,7 @@ BAD_RECORDS = {
         ({"messages": ["hello"]}, "message 1 is a str"),
         ({"messages": [user("a"), {"content": "b"}]}, "message 2 has no 'role'"),
         ({"messages": [user(3)]}, "content of type int"),
-        (question("<image>", images=3), "'images' must be a list"),
+        (question("<image>", images=3), "a list of images is needed"),
         (question("<video>", videos=[{"bytes": None}]), "video source .* is not a path"),
     ],
     "unknown_role": [

@@ -16,9 +16,9 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file
 
+from paddle_vl.data.formats.reader import parse_record
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.video_reader import FrameFiles, VideoFrames
-from paddle_vl.families.vlm.inputs.conversation import parse_record
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor

@@ -8,11 +8,11 @@ kept as extra.
 
 import pytest
 
+from paddle_vl.batch.rows import IGNORE_INDEX
+from paddle_vl.data.formats.reader import parse_record
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.vlm.evaluation.scorer import questions_in
-from paddle_vl.families.vlm.inputs.conversation import parse_record
 from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
-from paddle_vl.families.vlm.inputs.tokenizer import IGNORED_LABEL
 from tests.single_card_tests.families.qwen3_vl.chat_builders import (
     assistant,
     question,
@@ -45,7 +45,7 @@ def labels_of(text):
 
 def expected_labels(sample, learned):
     """Labels with all tokens ignored except these runs, each of which occurs once."""
-    ids, labels = sample["input_ids"].tolist(), [IGNORED_LABEL] * len(sample["input_ids"])
+    ids, labels = sample["input_ids"].tolist(), [IGNORE_INDEX] * len(sample["input_ids"])
     for text in learned:
         run = labels_of(text)
         starts = [i for i in range(len(ids)) if ids[i : i + len(run)] == run]
@@ -75,7 +75,7 @@ def test_only_turns_to_be_learned_are_labels(tmp_path, first, second, entries, l
     assert sample["input_ids"].tolist() == plain["input_ids"].tolist()
     assert sample["labels"].tolist() == expected_labels(sample, learned)
     assert [each.asked.references[0] for each in questions_in(dataset, 0)] == learned
-    assert dataset.conversation(0).extra == {}
+    assert dataset.conversation(0).extras == {}
 
 
 def test_system_of_the_record_is_the_first_turn(tmp_path):
@@ -117,17 +117,17 @@ REFUSED = {
     ],
     "unsupported": [
         (two_answers({"rejected_content": "a"}), "message 2 has 'rejected_content', .*preference"),
-        (question(functions=[{"name": "f"}]), "'functions' is not read: .*'tools'"),
+        (question(functions=[{"name": "f"}]), "'functions', which is not read: .*'tools'"),
         (two_answers({"reasoning_content": "hm"}), "reasoning.*chat_template.jinja"),
         (two_answers({"train": False}), "'train', which is not read: use 'loss'"),
         (question("where?", "the <ref-object> there"), "message 2 has the tag <ref-object>"),
-        (question(weight=0.5), "'weight' of a record is not read"),
-        (question(mask=[0, 1]), "'mask' of a record is not read: give 'loss'"),
+        (question(weight=0.5), "'weight', which is read of messages"),
+        (question(mask=[0, 1]), "'mask', which .*: give 'loss'"),
         (question(query="a"), "'query' beside 'messages' is not read: write its turns"),
         (question(response="a"), "'response' beside 'messages' is not read"),
         (
             question([{"type": "image", "image": "a.png", "max_pixels": 9}]),
-            "an? image part with max_pixels.*data.max_pixels",
+            "of type image .*max_pixels.*data.max_pixels",
         ),
     ],
 }

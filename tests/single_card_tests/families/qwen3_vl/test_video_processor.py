@@ -27,8 +27,8 @@ from paddle_vl.families.vlm.inputs.video_processor import (
     VideoProcessor,
     patch_timestamps,
     sample_frame_indices,
-    timestamp_text,
 )
+from paddle_vl.families.vlm.templates.encoding import timestamp_text
 from tests.single_card_tests.data.video_files import decode_all, moving_frames, write_video
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "qwen_vl" / "processor"
