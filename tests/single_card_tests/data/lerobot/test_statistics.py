@@ -44,7 +44,6 @@ def assert_equal(found, wanted, shape, count) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_statistics_are_those_of_all_frames(num_workers, monkeypatch):
-    monkeypatch.setattr(module, "_ROWS_AT_ONCE", 8)
     monkeypatch.setattr(module, "_FRAMES_AT_ONCE", 4)
     dataset = LeRobotDataset(DATA / "v30_l06_depth")
     items = [dataset[number] for number in range(len(dataset))]
