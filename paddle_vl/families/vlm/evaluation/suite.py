@@ -193,7 +193,8 @@ class SuiteReader(RowReader):
         ]
         extras = {"references": references, "task": groups}
         values = {name: value for name, value in columns.items() if name not in suite.images}
-        return AskedRow(**vars(conversation) | {"extras": extras}, values=values)
+        own: dict[str, Any] = {**vars(conversation), "extras": extras, "values": values}
+        return AskedRow(**own)
 
 
 def _parts(suite: Suite, columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -1,17 +1,18 @@
 """Rows of every format give their canonical form.
 
 Guarantees: the rows of other trainers give what is recorded for them or are refused; a canonical
-row stays what it is; a row of another format than its source is refused with both names. Damaged
-rows are in `damaged/test_damaged_rows`.
+row stays what it is; a row of another format than its source is refused with both names; no damage
+to a row gives another error than a refusal, or a form that is not canonical.
 """
 
 import copy
 import json
+import random
 from pathlib import Path
 
 import pytest
 
-from check_formats import BOXES, check_rows
+from check_formats import BOXES, CONTROL_TOKENS, check_rows
 from paddle_vl.data.formats.keys import RowSettings
 from paddle_vl.data.formats.reader import to_canonical
 from paddle_vl.data.jsonl import BadSampleError
@@ -20,6 +21,10 @@ from tests.single_card_tests.data.formats.rows import assert_canonical, chat, sh
 GOLDEN = Path(__file__).parents[3] / "golden/formats"
 FOLDERS = sorted(path.parent for path in GOLDEN.glob("*/expected.jsonl"))
 ROWS = [json.loads(line) for each in FOLDERS for line in (each / "rows.jsonl").open("rb")]
+HOSTILE = (
+    None, "", [], {}, 0, -1, 1.5, True, "x", "<image>", "<bbox>", "[1", "{}", ["x"], [None], [{}],
+    [["a", "b"]], [1, 2], {"a": 1}, b"x", {"url": "u"}, {"role": "user"},
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -43,6 +48,40 @@ def test_a_canonical_row_stays_what_it_is():
                 assert_canonical(form)
                 settings = RowSettings(special_tokens=["box", "object_ref"])
                 assert to_canonical(copy.deepcopy(form), settings).to_dict() == form
+
+
+def damaged(row, rng):
+    """The row with one value replaced or removed."""
+    row = copy.deepcopy(row)
+    holder = row
+    while True:
+        keys = list(holder) if isinstance(holder, dict) else list(range(len(holder)))
+        if not keys:
+            return row
+        key = rng.choice(keys)
+        if isinstance(holder[key], dict | list) and rng.random() < 0.8:
+            holder = holder[key]
+            continue
+        if rng.random() < 0.2:
+            del holder[key]
+        else:
+            holder[key] = copy.deepcopy(rng.choice(HOSTILE))
+        return row
+
+
+def test_damaged_rows_are_refused_or_canonical():
+    rng = random.Random(0)
+    settings = RowSettings(control_tokens=CONTROL_TOKENS, image_size=lambda source: (64, 48))
+    outcomes = set()
+    for _ in range(3000):
+        try:
+            found = to_canonical(damaged(rng.choice(ROWS), rng), settings)
+        except BadSampleError as error:
+            outcomes.add(error.kind)
+        else:
+            assert_canonical(found.to_dict())
+            outcomes.add("canonical")
+    assert {"canonical", "missing_key", "tag_count", "bad_tool_call", "bad_box"} <= outcomes
 
 
 def test_a_row_of_another_format_is_refused_with_both_names():
