@@ -20,7 +20,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, TypedDict
@@ -164,6 +164,18 @@ class Conversation:
             [*messages], self.format, self.tools, self.chat_template_kwargs, self.extras,
             self.train_on_prompt,
         )  # fmt: skip
+
+    def with_sources(self, opened: Callable[[str, Any], Any]) -> "Conversation":
+        """The conversation with what a function makes of the kind and source of each image and
+        video."""
+
+        def part_of(part: Part) -> Part:
+            kind = part["type"]
+            return part if kind == "text" else {**part, kind: opened(kind, part[kind])}
+
+        return self.with_messages(
+            [{**each, "content": [*map(part_of, each["content"])]} for each in self.messages]
+        )
 
     def check_targets(self) -> None:
         """Check that there is a training target.

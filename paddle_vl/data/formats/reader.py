@@ -26,7 +26,6 @@ from paddle_vl.data.formats.canonical import (
     MEDIA,
     Conversation,
     Draft,
-    Message,
     as_message,
     check_turns,
     fill_places,
@@ -139,7 +138,7 @@ class RowReader:
 
     def opened(self, row: Conversation, folder: MediaFolder) -> Conversation:
         """The conversation with sources that can be opened."""
-        return row.with_messages([_with_sources(message, folder) for message in row.messages])
+        return row.with_sources(lambda kind, source: _opened(kind, source, folder))
 
 
 def parse_record(
@@ -147,14 +146,6 @@ def parse_record(
 ) -> Conversation:
     """The conversation of a record of any format; see `RowReader`, and `RowSettings`."""
     return RowReader(RowSettings(**settings))(record, directory)
-
-
-def _with_sources(message: Message, folder: MediaFolder) -> Message:
-    parts = []
-    for part in message["content"]:
-        kind = part["type"]
-        parts.append(part if kind == "text" else {**part, kind: _opened(kind, part[kind], folder)})
-    return {**message, "content": parts}
 
 
 def _opened(kind: str, source: Any, folder: MediaFolder) -> Any:

@@ -52,7 +52,7 @@ def texts_of(conversation: Conversation) -> list[str]:
     Of tools the names, of their calls the names and the strings in their arguments.
     """
     texts = [text for message in conversation.messages for text in _texts(message)]
-    texts += [tool.get("function", tool)["name"] for tool in conversation.tools]
+    texts += [tool["function"]["name"] for tool in conversation.tools]
     return [text for text in map(str.strip, texts) if text]
 
 
