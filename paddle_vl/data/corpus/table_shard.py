@@ -101,11 +101,7 @@ class ParquetShard(TableShard):
     def opened(
         cls, path: Path, cache: Cache, copies: Cache | None, max_line_bytes: int
     ) -> "ParquetShard":
-        """Open a file; only its footer is read.
-
-        Raises:
-            RuntimeError: it is no Parquet file, a row group is too large, or pyarrow is missing.
-        """
+        """See `Shard.opened`; only the footer is read, and row groups that are too large refused."""
         state = file_state(path)
         with reading_table(path, f"data file {path} is no Parquet file", RuntimeError) as arrow:
             metadata = arrow.parquet.read_metadata(path)
@@ -146,11 +142,7 @@ class ArrowShard(TableShard):
     def opened(
         cls, path: Path, cache: Cache, copies: Cache | None, max_line_bytes: int
     ) -> "ArrowShard":
-        """Open a file; only the headers of its batches are read.
-
-        Raises:
-            RuntimeError: it is no Arrow stream, damaged, of another layout, or pyarrow is missing.
-        """
+        """See `Shard.opened`; only the headers of its batches are read."""
         if first_bytes(path, len(_FILE)) == _FILE:
             raise RuntimeError(
                 f"data file {path} is an Arrow file (Feather), and streams are read: write it "
