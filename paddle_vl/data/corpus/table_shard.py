@@ -101,7 +101,7 @@ class ParquetShard(TableShard):
     def opened(
         cls, path: Path, cache: Cache, copies: Cache | None, max_line_bytes: int
     ) -> "ParquetShard":
-        """See `Shard.opened`; only the footer is read, and row groups that are too large refused."""
+        """See `Shard.opened`; only the footer is read, and too large row groups are refused."""
         state = file_state(path)
         with reading_table(path, f"data file {path} is no Parquet file", RuntimeError) as arrow:
             metadata = arrow.parquet.read_metadata(path)
