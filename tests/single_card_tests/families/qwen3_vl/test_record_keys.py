@@ -1,16 +1,14 @@
-"""Further entries of a record, apart from messages and media, are used or refused by name.
+"""Further entries of a record, apart from messages and media, are used.
 
 Guarantees: `loss`, `weight`, `label` and `loss_scale` decide which answers are labels, count as
-targets and are generated in evaluation, packed or not; a top-level `system` is the first turn; an
-unsupported entry that would change the training is refused with its name and remedy; all others are
-kept as extra.
+targets and are generated in evaluation, packed or not; a top-level `system` is the first turn. What
+is refused is in tests/single_card_tests/data/formats.
 """
 
 import pytest
 
 from paddle_vl.batch.rows import IGNORE_INDEX
 from paddle_vl.data.formats.reader import parse_record
-from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.vlm.evaluation.scorer import questions_in
 from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
 from tests.single_card_tests.families.qwen3_vl.chat_builders import (
@@ -91,56 +89,6 @@ def test_system_of_the_record_is_the_first_turn(tmp_path):
         assert parse_record(question(system=nothing)) == parse_record(question())
     record = question("<image>", system="<image>like this", images=["1.png", "2.png"])
     assert parse_record(record).images == ["1.png", "2.png"]
-
-
-REFUSED = {
-    "bad_target": [
-        (two_answers({"weight": 0.5}), r"message 2 has 'weight' '0\.5'; true or false"),
-        (two_answers({"loss": "false"}), "message 2 has 'loss' 'false'; true or false"),
-        (two_answers(label=[1, 2]), "'label' with '2'"),
-        ({"messages": [{**user("a"), "loss": True}, assistant("b")]}, "only an assistant's"),
-    ],
-    "missing_key": [(question(system=["a"]), "'system' is of type list; a string")],
-    "no_target": [
-        (two_answers({"loss": False}, {"weight": 0}), "none of the 2 assistant turn"),
-    ],
-    "empty_answer": [
-        (question(answer=""), "the answer in turn 2 is empty.*'loss' to false"),
-    ],
-    "unknown_role": [
-        ({"messages": [{"role": ["user"], "content": "b"}]}, "role .*'user'.*; use one of"),
-    ],
-    "preference": [
-        (question(rejected_response="No."), "'rejected_response' is for preference training"),
-        (question(chosen=[assistant("a")]), "'chosen' is for preference training"),
-        (two_answers(label=True), "'label' is 'True'; .* rename the key"),
-    ],
-    "unsupported": [
-        (two_answers({"rejected_content": "a"}), "message 2 has 'rejected_content', .*preference"),
-        (question(functions=[{"name": "f"}]), "'functions', which is not read: .*'tools'"),
-        (two_answers({"reasoning_content": "hm"}), "reasoning.*chat_template.jinja"),
-        (two_answers({"train": False}), "'train', which is not read: use 'loss'"),
-        (question("where?", "the <ref-object> there"), "message 2 has the tag <ref-object>"),
-        (question(weight=0.5), "'weight', which is read of messages"),
-        (question(mask=[0, 1]), "'mask', which .*: give 'loss'"),
-        (question(query="a"), "'query' beside 'messages' is not read: write its turns"),
-        (question(response="a"), "'response' beside 'messages' is not read"),
-        (
-            question([{"type": "image", "image": "a.png", "max_pixels": 9}]),
-            "of type image .*max_pixels.*data.max_pixels",
-        ),
-    ],
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "row", "message"),
-    [(kind, *case) for kind, cases in REFUSED.items() for case in cases],
-)
-def test_what_is_not_read_is_refused_by_name(tmp_path, kind, row, message):
-    with pytest.raises(BadSampleError, match=message) as info:
-        opened(tmp_path, row)
-    assert (info.value.kind, info.value.place) == (kind, f"{tmp_path / 'a.jsonl'}:1")
 
 
 def test_empty_entries_say_nothing(tmp_path):
