@@ -18,9 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paddle_vl.data.formats.canonical import MEDIA, CanonicalRow, check_targets
+from paddle_vl.data.formats.canonical import MEDIA, Conversation
+from paddle_vl.data.formats.dialects import FORMATS
 from paddle_vl.data.formats.keys import RowSettings
-from paddle_vl.data.formats.reader import FORMATS, to_canonical
+from paddle_vl.data.formats.reader import to_canonical
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import load_rgb
 
@@ -62,7 +63,7 @@ def difference(row: Any, wanted: dict[str, Any], folder: Path) -> str | None:
         )
         try:
             read = to_canonical(row, settings, format=format)
-            check_targets(read)
+            read.check_targets()
             found = without_bytes(read)
         except BadSampleError as error:
             if canonical is not None:
@@ -76,7 +77,7 @@ def difference(row: Any, wanted: dict[str, Any], folder: Path) -> str | None:
     return None
 
 
-def without_bytes(row: CanonicalRow) -> dict[str, Any]:
+def without_bytes(row: Conversation) -> dict[str, Any]:
     """The row with a digest in place of bytes.
 
     Raises:

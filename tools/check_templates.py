@@ -24,9 +24,9 @@ from unittest import mock
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
+from paddle_vl.batch.rows import IGNORE_INDEX
+from paddle_vl.data.formats.canonical import Conversation
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.families.vlm.inputs.conversation import Conversation
-from paddle_vl.families.vlm.inputs.tokenizer import IGNORED_LABEL
 from paddle_vl.families.vlm.templates import environment
 from paddle_vl.families.vlm.templates.answer_spans import incremental_spans
 from paddle_vl.families.vlm.templates.encoding import MediaText, MediaTokens
@@ -146,7 +146,7 @@ def record(
         labels = plain.encode(
             text, [span for span in spans if span[0] < span[1]], (), (), ()
         ).labels
-        values["mask"] = "".join(str(int(label != IGNORED_LABEL)) for label in labels)
+        values["mask"] = "".join(str(int(label != IGNORE_INDEX)) for label in labels)
     return values
 
 
@@ -172,7 +172,7 @@ def _conversation(messages: list[dict[str, Any]], tools: Any) -> Conversation:
             for each in functions
         ]
         canonical.append({**message, "content": parts, "tool_calls": calls})
-    return Conversation.of(canonical, tools or ())
+    return Conversation(canonical, tools=tools or [])
 
 
 def _small(template: str, variables: Mapping[str, Any]) -> dict[str, str]:

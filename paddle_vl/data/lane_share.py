@@ -6,12 +6,8 @@ over a local socket. They map that memory: it is there once, pixels that a later
 not touch cost it nothing, and it is freed with the last mapping, also where a process was killed.
 
 The memory has the arrays of the batch, and behind them JSON, which says where they are.
-
-A machine whose ranks of the lane encode no images does not read: its first rank gets each batch
-without pixels from the reader, in the same form over the network, and hands it to the others.
 """
 
-import io
 import json
 import mmap
 import os
@@ -28,7 +24,7 @@ import numpy as np
 _ALIGNMENT = 64
 # Interval between calls of `while_waiting`.
 CALL_S = 0.2
-# Bytes of a message: where the JSON begins; over the network behind the length of the batch.
+# Bytes of a message: where the JSON begins.
 _MESSAGE_BYTES = 8
 
 
@@ -44,28 +40,19 @@ def local_socket() -> socket.socket:
 
 
 class LaneShare:
-    """A rank's part in the reading of its lane. All ranks of it ask for the same batches in the
-    same order.
+    """A rank's part in the reading of its lane. All ranks of it on a machine ask for the same
+    batches in the same order.
 
     Attributes:
-        reader: rank that reads, or gets batches over the network for this machine.
+        reader: rank that reads.
         connections: the reader's to each of the others; theirs to the reader.
         reads: whether this rank is the reader.
-        machines: the reader's connections to the first ranks of machines that do not read.
-        source: such a rank's connection to the reader; it hands on what comes.
         num_bytes: written into shared memory or mapped so far.
     """
 
-    def __init__(
-        self,
-        reader: int,
-        connections: Sequence[socket.socket],
-        reads: bool,
-        source: socket.socket | None = None,
-    ):
+    def __init__(self, reader: int, connections: Sequence[socket.socket], reads: bool):
         self.reader, self.connections, self.reads = reader, connections, reads
-        self.machines: list[socket.socket] = []
-        self.source, self.num_bytes = source, 0
+        self.num_bytes = 0
 
     def made(
         self,
@@ -73,7 +60,6 @@ class LaneShare:
         make: Callable[[], Any],
         while_waiting: Callable[[], None],
         errors: Mapping[str, type[Exception]],
-        lighter: Callable[[Any], Any] | None = None,
     ) -> Any:
         """What `make` returns or raises on the reader, on all ranks of the lane.
 
@@ -84,50 +70,31 @@ class LaneShare:
                 the wait.
             errors: by name, those that all ranks raise with the same arguments; the others raise a
                 RuntimeError in place of a different one.
-            lighter: of what `make` returns what other machines get; None for all of it.
 
         Raises:
             RuntimeError: the reader's process has ended.
         """
         if not self.reads:
             return self._received(name, while_waiting, errors)
-        made = failed = error = None
         try:
             made = make()
-        except Exception as caught:
-            error = caught
+        except Exception as error:
             kind = type(error).__name__
             failed = [kind, list(error.args) if kind in errors else [], str(error)]
-        self._send({"name": name, "made": made, "failed": failed})
-        if self.machines:
-            light = made if lighter is None or error is not None else lighter(made)
-            self._send_far({"name": name, "made": light, "failed": failed})
-        if error is not None:
-            raise error
+            self._send({"name": name, "failed": failed})
+            raise
+        self._send({"name": name, "made": made})
         return made
 
     def _send(self, content: dict[str, Any]) -> None:
-        if not self.connections:
-            return
         with open(os.memfd_create("paddle-vl-batch"), "wb") as file:
             message = _written(content, file)
             self.num_bytes += file.tell()
             file.flush()
             for connection in self.connections:
-                try:
+                # That rank may have ended; the next collective says so.
+                with suppress(OSError):
                     socket.send_fds(connection, [message], [file.fileno()])
-                except OSError:
-                    # That rank has ended; the next collective says so.
-                    continue
-
-    def _send_far(self, content: dict[str, Any]) -> None:
-        file = io.BytesIO()
-        message = _written(content, file)
-        length = file.tell().to_bytes(_MESSAGE_BYTES, "little")
-        for connection in self.machines:
-            with suppress(OSError):
-                connection.sendall(length + message)
-                connection.sendall(file.getbuffer())
 
     def _received(
         self,
@@ -135,69 +102,28 @@ class LaneShare:
         while_waiting: Callable[[], None],
         errors: Mapping[str, type[Exception]],
     ) -> Any:
-        found = self._mapped(while_waiting) if self.source is None else self._far(while_waiting)
-        if found is None:
-            raise RuntimeError(
-                f"rank {self.reader}, which reads the data of this rank's lane, has ended before "
-                f"{name}; its own message says why"
-            )
-        pages, begin = found
-        plain, places = json.loads(bytes(pages[begin:]))
-        content = _restored(plain, pages, places)
-        if self.source is not None:
-            self._send(content)
-        sent, failed = content["name"], content["failed"]
-        assert sent == name, f"rank {self.reader} sent {sent}, and this rank is at {name}"
-        if failed is not None:
-            kind, arguments, text = failed
-            if kind in errors:
-                raise errors[kind](*arguments)
-            raise RuntimeError(
-                f"rank {self.reader}, which reads the data of this rank's lane, failed at {name}: "
-                f"{kind}: {text}"
-            )
-        return content["made"]
-
-    def _mapped(self, while_waiting: Callable[[], None]) -> tuple[mmap.mmap, int] | None:
-        """The memory that the reader shares, and where its JSON begins; None if it has ended."""
         (connection,) = self.connections
-        _wait_for(connection, while_waiting)
-        try:
+        while not select.select([connection], [], [], CALL_S)[0]:
+            while_waiting()
+        message, descriptors = b"", []
+        with suppress(ConnectionError):
             message, descriptors, *_ = socket.recv_fds(connection, _MESSAGE_BYTES, 1)
-        except ConnectionError:
-            return None
+        reads = f"rank {self.reader}, which reads the data of this rank's lane,"
         if not message:
-            return None
+            raise RuntimeError(f"{reads} has ended before {name}; its own message says why")
         with open(descriptors[0], "rb") as file:
             # Pages that this rank writes to become its own.
             pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self.num_bytes += len(pages)
-        return pages, int.from_bytes(message, "little")
-
-    def _far(self, while_waiting: Callable[[], None]) -> tuple[bytearray, int] | None:
-        """The same, of the reader of another machine."""
-        assert self.source is not None
-        # Once a batch has begun to come, nothing ends the wait but its end or the reader's.
-        _wait_for(self.source, while_waiting)
-        head = _read(self.source, 2 * _MESSAGE_BYTES)
-        length = int.from_bytes(head[:_MESSAGE_BYTES], "little")
-        begin = int.from_bytes(head[_MESSAGE_BYTES:], "little")
-        pages = _read(self.source, length) if head else bytearray()
-        return (pages, begin) if pages else None
-
-
-def _read(connection: socket.socket, length: int) -> bytearray:
-    """So many bytes; none if the other side has ended."""
-    found, done = bytearray(length), 0
-    with memoryview(found) as view, suppress(ConnectionError):
-        while done < length and (count := connection.recv_into(view[done:])):
-            done += count
-    return found if done == length else bytearray()
-
-
-def _wait_for(connection: socket.socket, while_waiting: Callable[[], None]) -> None:
-    while not select.select([connection], [], [], CALL_S)[0]:
-        while_waiting()
+        plain, places = json.loads(pages[int.from_bytes(message, "little") :])
+        content = _restored(plain, pages, places)
+        assert content["name"] == name, f"{reads} sent {content['name']}, and this is at {name}"
+        if "failed" in content:
+            kind, arguments, text = content["failed"]
+            if kind in errors:
+                raise errors[kind](*arguments)
+            raise RuntimeError(f"{reads} failed at {name}: {kind}: {text}")
+        return content["made"]
 
 
 def _written(content: dict[str, Any], file: IO[bytes]) -> bytes:
@@ -238,7 +164,7 @@ def _plain(value: Any, arrays: list[np.ndarray]) -> Any:
     )
 
 
-def _restored(plain: Any, pages: mmap.mmap | bytearray, places: Sequence[int]) -> Any:
+def _restored(plain: Any, pages: mmap.mmap, places: Sequence[int]) -> Any:
     """The value for which `_plain` stands; arrays lie in the memory."""
     if not isinstance(plain, dict):
         return plain

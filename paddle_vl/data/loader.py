@@ -10,7 +10,7 @@ import numpy as np
 
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.packing import RowBudget, SampleLengths, check_ranks, fill_batches, pack
-from paddle_vl.data.prefetch import NoBatchError, PendingBatch, PrefetchingLoader
+from paddle_vl.data.prefetch import LoadedBatch, NoBatchError, PendingBatch, PrefetchingLoader
 from paddle_vl.data.samples import Collator, Sample, SampleSource
 from paddle_vl.data.worker_pool import MAX_BAD_IN_A_ROW, note_sample
 from paddle_vl.files.stored_settings import Count, checked, read_section
@@ -154,13 +154,6 @@ class Packing(NamedTuple):
     budget: RowBudget
 
 
-class LoadedBatch(NamedTuple):
-    """A collated batch, None if no sample was usable, and the skipped samples by kind of fault."""
-
-    batch: dict[str, Any] | None
-    skipped: Counter[str]
-
-
 def load_batch(
     dataset: SampleSource,
     collator: Collator,
@@ -200,7 +193,7 @@ def load_batch(
                 "name; delete the .lengths-*.npz file beside the data"
             )
     note_sample(None)
-    return LoadedBatch(collator(loaded) if loaded else None, skipped)
+    return LoadedBatch(collator(loaded) if loaded else None, dict(skipped))
 
 
 def num_tokens(sample: Sample) -> int:
@@ -345,8 +338,8 @@ class PrefetchLoader(PrefetchingLoader):
             ValueError: every sample of an epoch was bad.
         """
         while self._num_epochs is None or self.epoch < self._num_epochs:
-            loaded: LoadedBatch = self._loaded()
-            self._skipped.update(loaded.skipped)
+            loaded = self._loaded()
+            self._skipped.update(loaded.more)
             self._has_batch = self._has_batch or loaded.batch is not None
             self.batches_consumed += 1
             if self.batches_consumed == len(self):
@@ -362,13 +355,6 @@ class PrefetchLoader(PrefetchingLoader):
                 return loaded.batch
         self._move_to(0, 0)
         raise StopIteration
-
-    def _values(self, loaded: LoadedBatch) -> Any:
-        return loaded.batch, dict(loaded.skipped)
-
-    def _of_values(self, values: Any) -> LoadedBatch:
-        batch, skipped = values
-        return LoadedBatch(batch, Counter(skipped))
 
     @property
     def skipped(self) -> dict[str, int]:

@@ -35,6 +35,19 @@ class PendingBatch(NamedTuple):
     pool: int = 0
 
 
+class LoadedBatch(NamedTuple):
+    """What was loaded.
+
+    Attributes:
+        batch: None if no sample was usable.
+        more: skipped samples by kind of fault; of a mix of sources the states of the strands. JSON
+            values, with numbers as keys too.
+    """
+
+    batch: dict[str, Any] | None
+    more: dict[Any, Any]
+
+
 # All ranks of a lane raise these as the one that reads.
 _ERRORS = {each.__name__: each for each in (BadSampleError, DataWaitLeftError)}
 
@@ -52,9 +65,6 @@ class PrefetchingLoader(ABC):
         what: the data is made of, for messages.
         share: with the other ranks of the data lane on this machine; None to read alone.
         own_rows: makes of the lane's batch this rank's, where they differ; None where they do not.
-        lighter: makes of it what ranks without `needs_all` need.
-        needs_all: whether this rank needs the whole batch; a machine without such a rank of the
-            lane does not read.
         target_sources: names of the sources whose target tokens its batches count.
     """
 
@@ -62,8 +72,6 @@ class PrefetchingLoader(ABC):
     what = "samples"
     share: LaneShare | None = None
     own_rows: Callable[[Any], Any] | None = None
-    lighter: Callable[[Any], Any] | None = None
-    needs_all = True
     epoch: Any
     batches_consumed: Any
 
@@ -130,14 +138,6 @@ class PrefetchingLoader(ABC):
         Raises:
             NoBatchError: there is none.
         """
-
-    @abstractmethod
-    def _values(self, loaded: Any) -> Any:
-        """What was loaded, as values that ranks of a data lane share; see `LaneShare.made`."""
-
-    @abstractmethod
-    def _of_values(self, values: Any) -> Any:
-        """What was loaded, from its `_values`."""
 
     @abstractmethod
     def _place(self, sample: int) -> str:
@@ -210,7 +210,7 @@ class PrefetchingLoader(ABC):
             with suppress(BrokenProcessPool):
                 self._request()
 
-    def _loaded(self) -> Any:
+    def _loaded(self) -> LoadedBatch:
         """The next batch: made by a worker, by this process, or by the rank that reads for it.
 
         Raises:
@@ -223,30 +223,17 @@ class PrefetchingLoader(ABC):
         else:
             batch, _ = self._job(0)
             self._awaited = batch, None, 0
-            values = self.share.made(
-                batch.name,
-                lambda: self._values(make()),
-                self.while_waiting,
-                _ERRORS,
-                self._lighter_values,
-            )
-            loaded = self._of_values(values)
+            loaded = LoadedBatch(*self.share.made(batch.name, make, self.while_waiting, _ERRORS))
         if self.own_rows is None or loaded.batch is None:
             return loaded
         return loaded._replace(batch=self.own_rows(loaded.batch))
 
-    def _lighter_values(self, values: Any) -> Any:
-        loaded = self._of_values(values)
-        if self.lighter is None or loaded.batch is None:
-            return values
-        return self._values(loaded._replace(batch=self.lighter(loaded.batch)))
-
-    def _load_here(self) -> Any:
+    def _load_here(self) -> LoadedBatch:
         batch, arguments = self._job(0)
         self._awaited = batch, None, 0
         return self._load(*self._shared, *arguments)
 
-    def _take(self) -> Any:
+    def _take(self) -> LoadedBatch:
         """What a worker makes of the next batch.
 
         Raises:

@@ -15,14 +15,12 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from paddle_vl.data.formats.canonical import MEDIA
 from paddle_vl.data.formats.keys import RowSettings
 from paddle_vl.data.formats.reader import to_canonical
 from paddle_vl.data.jsonl import BadSampleError, sample_at
 from paddle_vl.data.media_file import MediaFolder, media_source
 from paddle_vl.data.remote import RemoteFile, RemoteSettings
 from paddle_vl.data.video_reader import FrameFiles
-from paddle_vl.families.vlm.inputs.conversation import Conversation
 from paddle_vl.serving.answer_parts import THINK
 from paddle_vl.serving.openai_protocol import ApiError
 
@@ -145,22 +143,12 @@ class Prompts:
     def _batch(self, row: Mapping[str, Any], work: Path) -> dict[str, np.ndarray]:
         """A row as the processor encodes it."""
         canonical = to_canonical(row, RowSettings(nulls_are_values=True), format=_FORMAT)
-        opened = [self._opened(message, work) for message in canonical.messages]
-        conversation = Conversation.of(opened, canonical.tools, canonical.chat_template_kwargs)
+        conversation = canonical.with_sources(lambda kind, source: self._source(kind, source, work))
         outline = self.processor.media(conversation, with_pixels=False)
         videos = outline.video_prompts
         num_visual = sum(len(each.timestamps) * each.tokens_per_patch for each in videos)
         self.check_length(num_visual + sum(outline.num_image_tokens))
         return self.processor.encode_prompts([conversation])
-
-    def _opened(self, message: Any, work: Path) -> Any:
-        """A message whose sources can be opened."""
-        parts = []
-        for part in message["content"]:
-            kind = part["type"]
-            source = self._source(kind, part[kind], work) if kind in MEDIA else part[kind]
-            parts.append({**part, kind: source})
-        return {**message, "content": parts}
 
     def _source(self, kind: str, source: Any, work: Path) -> Any:
         if isinstance(source, list):

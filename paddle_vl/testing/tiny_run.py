@@ -11,7 +11,8 @@ from PIL import Image
 
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
-from paddle_vl.families.vlm.inputs.tokenizer import CONTROL_TOKENS, train_bpe
+from paddle_vl.families.vlm.inputs.tokenizer import train_bpe
+from paddle_vl.families.vlm.templates.built_in import CONTROL_TOKENS
 
 VOCABULARY = 280
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220)}

@@ -1,30 +1,23 @@
 """Loaders of a rank's data lane, and of other lanes that its encoder lane serves (fan-out).
 
 The order of samples is a function of the seed and the lane. On each machine one rank reads for all
-that take batches of the same lane, unless none of them needs its images: then it gets batches
-without them from a reader on another machine (`paddle_vl.data.lane_share`). A rank that encodes
-images of other data lanes too takes their batches beside its own.
+that take batches of the same lane (`paddle_vl.data.lane_share`). A rank that encodes images of
+other data lanes too takes their batches beside its own.
 """
 
 import itertools
-import secrets
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from copy import copy
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 from paddle_vl.batch.schema import OTHER_LANES, Batch
 from paddle_vl.data.lane_share import LaneShare, local_socket, machine
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.base import RankInfo
 from paddle_vl.parallel.ranks import SingleRank
-from paddle_vl.parallel.store.rendezvous import meet, timeout_s
 from paddle_vl.parallel.topology import Topology
-
-_LANE_DIGITS = 8
-_STRANGER_S = 5.0
 
 
 def lane_loaders(
@@ -50,8 +43,7 @@ def lane_loaders(
         member = copy(ranks)
         member.data_rank = lane
         by_lane[lane] = dict(make(member))
-    needs_all = all(each.needs_all for of_lane in by_lane.values() for each in of_lane.values())
-    for lane, share in _lane_shares(ranks, lanes, needs_all).items():
+    for lane, share in _lane_shares(ranks, lanes).items():
         for loader in by_lane[lane].values():
             loader.share = share
     own = by_lane.pop(ranks.data_rank)
@@ -63,85 +55,34 @@ def lane_loaders(
     }
 
 
-class _Takers(NamedTuple):
-    """Ranks that take a lane, by machine; the first of a machine serves the others.
-
-    Attributes:
-        reader: reads for the machines without a rank that needs whole batches.
-        fed: these machines.
-    """
-
-    of_machine: dict[str, list[int]]
-    reader: int
-    fed: list[str]
-
-    @classmethod
-    def of(cls, seats: Sequence[Sequence[Any]], lane: int) -> "_Takers":
-        of_machine: dict[str, list[int]] = {}
-        for rank, (where, _, taken, _) in enumerate(seats):
-            if lane in taken:
-                of_machine.setdefault(where, []).append(rank)
-        for ranks in of_machine.values():
-            # A rank of the lane itself is first, so that ranks share the reading.
-            ranks.sort(key=lambda rank: seats[rank][1] != lane)
-        reading = {
-            where: ranks
-            for where, ranks in of_machine.items()
-            if any(seats[rank][3] for rank in ranks)
-        } or of_machine
-        reader = next(iter(reading.values()))[0]
-        return cls(of_machine, reader, [where for where in of_machine if where not in reading])
-
-
-def _lane_shares(ranks: SingleRank, lanes: Sequence[int], needs_all: bool) -> dict[int, LaneShare]:
-    """This rank's part in the reading of the lanes that several ranks take. Called by all ranks."""
+def _lane_shares(ranks: SingleRank, lanes: Sequence[int]) -> dict[int, LaneShare]:
+    """This rank's part in the reading of the lanes that several ranks of this machine take. Called
+    by all ranks."""
     here, shares = machine(), {}
-    seats = ranks.gathered([here, ranks.data_rank, list(lanes), needs_all])
-    takers = {lane: _Takers.of(seats, lane) for lane in lanes}
+    seats = ranks.gathered([here, ranks.data_rank, list(lanes)])
+    takers = {}
+    for lane in lanes:
+        near = [rank for rank, (where, *_) in enumerate(seats) if where == here]
+        takers[lane] = [rank for rank in near if lane in seats[rank][2]]
+        # A rank of the lane itself is first, so that ranks share the reading.
+        takers[lane].sort(key=lambda rank: seats[rank][1] != lane)
     with TemporaryDirectory(prefix="paddle-vl-") as folder, ExitStack() as stack:
-        listeners: dict[int, socket.socket] = {}
-        for lane, (of_machine, _, _) in takers.items():
-            first, *others = of_machine[here]
+        listeners = {}
+        for lane, (first, *others) in takers.items():
             if first == ranks.rank and others:
                 listeners[lane] = stack.enter_context(local_socket())
                 listeners[lane].bind(f"{folder}/{lane}")
                 listeners[lane].listen(len(others))
-        fed = sum(len(each.fed) for each in takers.values() if each.reader == ranks.rank)
-        address, secret = None, secrets.token_hex()
-        if fed:
-            feeding = stack.enter_context(socket.create_server((meet().own, 0), backlog=fed))
-            address = list(feeding.getsockname())
-        places = ranks.gathered([folder, address, secret])
-        for lane, (of_machine, reader, without) in takers.items():
-            first, *others = of_machine[here]
+        folders = ranks.gathered(folder)
+        for lane, (first, *_) in takers.items():
             if first != ranks.rank:
                 to_first = local_socket()
-                to_first.connect(f"{places[first][0]}/{lane}")
+                to_first.connect(f"{folders[first]}/{lane}")
                 shares[lane] = LaneShare(first, [to_first], reads=False)
-            elif here in without:
-                _, its_address, its_secret = places[reader]
-                source = socket.create_connection(tuple(its_address), timeout_s())
-                source.sendall(f"{its_secret}{lane:0{_LANE_DIGITS}}".encode())
-                source.settimeout(None)
-                shares[lane] = LaneShare(reader, [], reads=False, source=source)
-            elif others or (reader == ranks.rank and without):
-                shares[lane] = LaneShare(ranks.rank, [], reads=True)
         ranks.wait()
         for lane, listener in listeners.items():
-            others = takers[lane].of_machine[here][1:]
-            shares[lane].connections = [listener.accept()[0] for _ in others]
-        while fed:
-            # Ranks have connected and said who they are; whoever else comes is not waited for.
-            connection, said = feeding.accept()[0], b""
-            connection.settimeout(_STRANGER_S)
-            with suppress(OSError):
-                said = connection.recv(len(secret) + _LANE_DIGITS, socket.MSG_WAITALL)
-            if not said.startswith(secret.encode()):
-                connection.close()
-                continue
-            connection.settimeout(None)
-            shares[int(said.removeprefix(secret.encode()))].machines.append(connection)
-            fed -= 1
+            connections = [listener.accept()[0] for _ in takers[lane][1:]]
+            shares[lane] = LaneShare(ranks.rank, connections, reads=True)
     return shares
 
 

@@ -26,7 +26,7 @@ from tests.support.topology_runs import (
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_lanes():
-    """So that the lanes of a checkpoint continue after it."""
+    """So that the strands of a checkpoint continue after it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("paddle_vl.data.corpus.loader.PHASES", 2)
         yield

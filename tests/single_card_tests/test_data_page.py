@@ -20,13 +20,13 @@ from paddle_vl.config.family_settings import settings_help
 from paddle_vl.config.load import load_run_config
 from paddle_vl.config.peer_names import PEERS, setting_for
 from paddle_vl.config.row_sources import RowSourceConfig, Strategy
-from paddle_vl.data.formats.canonical import CanonicalRow, Message
+from paddle_vl.data.formats.canonical import Conversation, Message
+from paddle_vl.data.formats.dialects import FORMATS
 from paddle_vl.data.formats.keys import RowSettings
-from paddle_vl.data.formats.reader import FORMATS, to_canonical
+from paddle_vl.data.formats.reader import RowReader, to_canonical
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.families.vlm.inputs.conversation import RowReader
-from paddle_vl.families.vlm.inputs.tokenizer import IM_END
 from paddle_vl.families.vlm.settings import VLDataConfig
+from paddle_vl.families.vlm.templates.built_in import IM_END
 from paddle_vl.families.vlm.templates.encoding import TemplateEncoder
 from tests.single_card_tests.config.test_load import MINIMAL
 from tests.single_card_tests.families.qwen3_vl.chat_builders import assistant, tiny_tokenizer, user
@@ -135,7 +135,7 @@ def code(cell: str) -> str:
     return found[1]
 
 
-def as_shown(row: CanonicalRow) -> str:
+def as_shown(row: Conversation) -> str:
     """A row as the page writes it."""
     lines = [f"`tools: {', '.join(tool['function']['name'] for tool in row.tools)}`"]
     lines = lines if row.tools else []

@@ -11,8 +11,8 @@ from paddle_vl.families.vlm.inputs.video_processor import (
     VideoProcessor,
     patch_timestamps,
     sample_frame_indices,
-    timestamp_text,
 )
+from paddle_vl.families.vlm.templates.encoding import timestamp_text
 from parity.comparison import CaseReport
 from parity.golden import QwenCase
 

@@ -2,20 +2,20 @@
 
 Micro-batch t of the run has rows `t * G` to `(t + 1) * G` of the stream of rows (G rows over all
 ranks), of which a rank takes every `size`-th. Rows of `PHASES` consecutive micro-batches lie in
-different lanes (`paddle_vl.data.corpus.packed_rows`), so that workers prepare them at the same
-time; a lane stays with one worker, which keeps its documents.
+different strands (`paddle_vl.data.corpus.packed_rows`), so that workers prepare them at the same
+time; a strand stays with one worker, which keeps its documents.
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from paddle_vl.batch.schema import SOURCE_COUNTS
-from paddle_vl.data.corpus.packed_rows import DOCUMENTS, LaneState, Piece, RowMaker
+from paddle_vl.data.corpus.packed_rows import DOCUMENTS, Piece, RowMaker, StrandState
 from paddle_vl.data.packing import check_ranks
-from paddle_vl.data.prefetch import PendingBatch, PrefetchingLoader
+from paddle_vl.data.prefetch import LoadedBatch, PendingBatch, PrefetchingLoader
 from paddle_vl.data.worker_pool import note_sample
 
 PHASES = 16
@@ -23,13 +23,6 @@ PHASES = 16
 
 # Makes a batch of rows of pieces.
 RowCollator = Callable[[Sequence[Sequence[Piece]]], dict[str, Any]]
-
-
-class MadeRows(NamedTuple):
-    """A batch, and the states of its lanes afterwards."""
-
-    batch: dict[str, Any]
-    states: dict[int, LaneState]
 
 
 class CorpusLoader(PrefetchingLoader):
@@ -62,7 +55,7 @@ class CorpusLoader(PrefetchingLoader):
     ):
         """
         Args:
-            maker: of the rows; it must have `num_lanes(batch_size, size)` lanes.
+            maker: of the rows; it must have `num_strands(batch_size, size)` strands.
             batch_size: rows per batch and data-parallel rank.
             num_documents: documents of all sources.
             stream: what determines the rows, for resumed runs: JSON values.
@@ -70,19 +63,20 @@ class CorpusLoader(PrefetchingLoader):
         """
         check_ranks(batch_size, rank, size)
         ahead = min(max(prefetch_batches, num_workers), PHASES)
-        # Each lane goes to the same worker always.
+        # Each strand goes to the same worker always.
         super().__init__(
             make_rows, maker, collator, num_workers, ahead, rank, size, num_pools=num_workers
         )
         self._maker, self._batch_size = maker, batch_size
         self.names, self._num_documents = list(names), num_documents
         self._stream = {"global_batch_size": batch_size * size, **stream}
-        self._states: dict[int, LaneState] = {}
+        # JSON values, see `StrandState.to_json`.
+        self._states: dict[int, Any] = {}
         self._step = 0
 
     @staticmethod
-    def num_lanes(batch_size: int, size: int) -> int:
-        """Lanes of a stream of rows with so many rows in a global batch."""
+    def num_strands(batch_size: int, size: int) -> int:
+        """Strands of a stream of rows with so many rows in a global batch."""
         return PHASES * batch_size * size
 
     def __next__(self) -> dict[str, Any]:
@@ -92,18 +86,12 @@ class CorpusLoader(PrefetchingLoader):
             BadSampleError: a bad document where they are not skipped, as `file:line: reason`.
             RuntimeError: a worker process died.
         """
-        made: MadeRows = self._loaded()
-        self._states.update(made.states)
+        made = self._loaded()
+        self._states.update(made.more)
         self._step += 1
         self._request_ahead()
+        assert made.batch is not None, "a row of a mix has a piece"
         return made.batch
-
-    def _values(self, loaded: MadeRows) -> Any:
-        return loaded.batch, {lane: state.to_json() for lane, state in loaded.states.items()}
-
-    def _of_values(self, values: Any) -> MadeRows:
-        batch, states = values
-        return MadeRows(batch, {lane: LaneState.from_json(state) for lane, state in states.items()})
 
     def __len__(self) -> int:
         """Documents of one epoch of all sources."""
@@ -137,26 +125,29 @@ class CorpusLoader(PrefetchingLoader):
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Bad documents of this rank's lanes that were left out, by kind of fault."""
+        """Bad documents of this rank's strands that were left out, by kind of fault."""
         total: Counter[str] = Counter()
-        for state in self._states.values():
-            total.update(state.skipped)
+        for *_, skipped in self._states.values():
+            total.update(skipped)
         return dict(total)
 
     def state_dict(self) -> dict[str, Any]:
-        """Position after the last returned batch, with the states of this rank's lanes; JSON
+        """Position after the last returned batch, with the states of this rank's strands; JSON
         values. `merged_states` joins those of all ranks."""
-        lanes = {str(lane): state.to_json() for lane, state in sorted(self._states.items())}
-        return {"step": self._step, "lanes": lanes, "stream": self._stream}
+        strands = {str(strand): state for strand, state in sorted(self._states.items())}
+        return {"step": self._step, "lanes": strands, "stream": self._stream}
 
     def load_state_dict(self, state: dict[str, Any], batches: int | None = None) -> None:
         self._refuse_changes(self._differing(state.get("stream")))
         try:
             step = int(state["step"])
-            states = {int(name): LaneState.from_json(v) for name, v in state["lanes"].items()}
+            states = {
+                int(name): StrandState.from_json(values).to_json()
+                for name, values in state["lanes"].items()
+            }
             # Those of the rows of all ranks in the first micro-batches.
             if set(states) != set(range(min(step, PHASES) * self._batch_size * self.size)):
-                raise ValueError(f"step {step} with {len(states)} lanes")
+                raise ValueError(f"step {step} with {len(states)} strands")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 "cannot continue in the data: the checkpoint's position is damaged "
@@ -166,7 +157,7 @@ class CorpusLoader(PrefetchingLoader):
             raise ValueError(f"data: step is {step}; the run had used {batches} batches")
         self._drop_pending()
         self._states = {
-            lane: each for lane, each in states.items() if lane % self.size == self.rank
+            strand: each for strand, each in states.items() if strand % self.size == self.rank
         }
         self._step = step
 
@@ -194,29 +185,36 @@ class CorpusLoader(PrefetchingLoader):
         return list(dict.fromkeys(problems))
 
     def _consumed(self) -> int:
-        return self.size * sum(sum(state.drawn) for state in self._states.values())
+        return self.size * sum(sum(drawn) for drawn, *_ in self._states.values())
 
     def _job(self, ahead: int) -> tuple[PendingBatch, tuple[Any, ...]]:
-        """See the base; the lanes of this rank's rows are the argument, with their states."""
+        """See the base; the strands of this rank's rows are the argument, with their states."""
         step, rows = self._step + ahead, self._batch_size * self.size
-        first, new = step % PHASES * rows, LaneState.new(len(self.names))
-        lanes = range(first + self.rank, first + rows, self.size)
+        first, new = step % PHASES * rows, StrandState.new(len(self.names)).to_json()
+        strands = range(first + self.rank, first + rows, self.size)
         name = f"micro-batch {step + 1} of a mix of {', '.join(self.names)}"
         pool = step % PHASES % (self._num_workers or 1)
-        return PendingBatch(name, pool), ({lane: self._states.get(lane, new) for lane in lanes},)
+        return PendingBatch(name, pool), (
+            {strand: self._states.get(strand, new) for strand in strands},
+        )
 
     def _place(self, sample: int) -> str:
         source, number = divmod(sample, DOCUMENTS)
         return self._maker.sources[source].where(number)
 
 
-def make_rows(maker: RowMaker, collator: Any, states: Mapping[int, LaneState]) -> MadeRows:
-    """The next row of each lane as a batch.
+def make_rows(maker: RowMaker, collator: Any, states: Mapping[int, Any]) -> LoadedBatch:
+    """The next row of each strand as a batch.
+
+    Args:
+        states: of the strands, see `StrandState.to_json`.
 
     Raises:
         BadSampleError: see `RowMaker.row`.
     """
-    made = {lane: maker.row(lane, state) for lane, state in states.items()}
+    made = {
+        strand: maker.row(strand, StrandState.from_json(each)) for strand, each in states.items()
+    }
     rows = [pieces for pieces, _ in made.values()]
     note_sample(None)
     batch = collator(rows)
@@ -225,7 +223,7 @@ def make_rows(maker: RowMaker, collator: Any, states: Mapping[int, LaneState]) -
         tokens[piece.source] += len(piece.sample["input_ids"])
         documents[piece.source] += piece.is_first
     batch.update(zip(SOURCE_COUNTS, (tokens, documents), strict=True))
-    return MadeRows(batch, {lane: state for lane, (_, state) in made.items()})
+    return LoadedBatch(batch, {strand: state.to_json() for strand, (_, state) in made.items()})
 
 
 def merged_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -233,5 +231,5 @@ def merged_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     the first."""
     if "lanes" not in states[0]:
         return states[0]
-    lanes = {lane: each for state in states for lane, each in state["lanes"].items()}
-    return {**states[0], "lanes": lanes}
+    strands = {strand: each for state in states for strand, each in state["lanes"].items()}
+    return {**states[0], "lanes": strands}

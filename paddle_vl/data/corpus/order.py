@@ -95,7 +95,7 @@ class DocumentOrder:
         return _block_starts(self.groups, self.groups_at_once or len(self.groups), self.seed, epoch)
 
 
-# Lanes of a loader are at most a few blocks apart, so two epochs of each source at a time.
+# Strands of a loader are at most a few blocks apart, so two epochs of each source at a time.
 @lru_cache(maxsize=64)
 def _block_starts(
     groups: tuple[int, ...], at_once: int, seed: int, epoch: int

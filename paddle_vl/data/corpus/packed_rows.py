@@ -1,13 +1,13 @@
-"""Packed rows of a mix of sources: pure functions of the seed, made in independent lanes.
+"""Packed rows of a mix of sources: pure functions of the seed, made in independent strands.
 
-Row k of the endless stream of rows belongs to lane `k % num_lanes`. A lane takes every
-`num_lanes`-th document of each source and packs them one after the other; where a row is full, the
-document continues in the lane's next row. So lanes need nothing of each other, and neither the
-number of ranks nor that of workers changes a row. What a lane needs to continue is a `LaneState`, a
-few numbers.
+Row k of the endless stream of rows belongs to strand `k % num_strands`. A strand takes every
+`num_strands`-th document of each source and packs them one after the other; where a row is full,
+the document continues in the strand's next row. So strands need nothing of each other, and neither
+the number of ranks nor that of workers changes a row. What a strand needs to continue is a
+`StrandState`, a few numbers.
 
 The next document comes from the source that lags behind its share most. Random starts of the lags
-make the sources of the first rows of many lanes follow the shares too.
+make the sources of the first rows of many strands follow the shares too.
 
 Shapes: S sources.
 """
@@ -54,13 +54,13 @@ class Mix:
     seed: int
     sizes: tuple[float, ...]
 
-    def starts(self, lane: int) -> np.ndarray:
-        """`[S]` what each source has ahead at the beginning of a lane.
+    def starts(self, strand: int) -> np.ndarray:
+        """`[S]` what each source has ahead at the beginning of a strand.
 
-        Uniform below a document's size, as if the lane had run for ever. One source, drawn by the
+        Uniform below a document's size, as if the strand had run for ever. One source, drawn by the
         shares, is first: a place of a stream without begin is most likely in a long document.
         """
-        rng = np.random.default_rng([self.seed, lane])
+        rng = np.random.default_rng([self.seed, strand])
         starts = rng.uniform(size=len(self.shares)) * self.sizes
         shares = np.asarray(self.shares)
         starts[rng.choice(len(shares), p=shares / shares.sum())] = -1.0
@@ -105,8 +105,8 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class LaneState:
-    """What a lane needs to make its next row.
+class StrandState:
+    """What a strand needs to make its next row.
 
     Attributes:
         drawn: `[S]` documents taken from each source.
@@ -121,7 +121,7 @@ class LaneState:
     skipped: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def new(cls, num_sources: int) -> "LaneState":
+    def new(cls, num_sources: int) -> "StrandState":
         return cls((0,) * num_sources, (0,) * num_sources)
 
     def to_json(self) -> list[Any]:
@@ -130,7 +130,7 @@ class LaneState:
         return [list(self.drawn), list(self.tokens), waiting, self.skipped]
 
     @classmethod
-    def from_json(cls, values: Any) -> "LaneState":
+    def from_json(cls, values: Any) -> "StrandState":
         drawn, tokens, waiting, skipped = values
         return cls(
             tuple(drawn), tuple(tokens), tuple(Waiting(*each) for each in waiting), dict(skipped)
@@ -147,11 +147,11 @@ class Piece:
 
 
 class RowMaker:
-    """Makes the rows of lanes.
+    """Makes the rows of strands.
 
     Attributes:
         sources: documents of each source.
-        num_lanes: lanes of the stream of rows.
+        num_strands: strands of the stream of rows.
         budget: limits of a row.
         one_piece: a row has one piece only, as without packing.
         on_bad_sample: "fail", or "skip" to leave bad documents out and count them.
@@ -161,28 +161,30 @@ class RowMaker:
         self,
         sources: Sequence[Source],
         mix: Mix,
-        num_lanes: int,
+        num_strands: int,
         budget: RowBudget,
         *,
         one_piece: bool = False,
         on_bad_sample: str = "fail",
     ):
-        self.sources, self.mix, self.num_lanes = sources, mix, num_lanes
+        self.sources, self.mix, self.num_strands = sources, mix, num_strands
         self.budget, self.one_piece, self.on_bad_sample = budget, one_piece, on_bad_sample
-        # Encoded documents that wait, by lane, to save encoding them again in the next row.
+        # Encoded documents that wait, by strand, to save encoding them again in the next row.
         self._kept: dict[int, dict[tuple[int, int], EncodedDocument]] = {}
 
-    def row(self, lane: int, state: LaneState) -> tuple[list[Piece], LaneState]:
-        """The lane's next row, and its state afterwards.
+    def row(self, strand: int, state: StrandState) -> tuple[list[Piece], StrandState]:
+        """The strand's next row, and its state afterwards.
 
         Raises:
             BadSampleError: a bad document where they are not skipped, or too many in a row.
         """
-        row = _Row(self, lane, state, self._kept.pop(lane, {}))
+        row = _Row(self, strand, state, self._kept.pop(strand, {}))
         pieces = row.fill()
         keys = [(each.source, each.number) for each in row.waiting]
-        self._kept[lane] = {key: row.documents[key] for key in keys if key in row.documents}
-        new = LaneState(tuple(row.drawn), tuple(row.tokens), tuple(row.waiting), dict(row.skipped))
+        self._kept[strand] = {key: row.documents[key] for key in keys if key in row.documents}
+        new = StrandState(
+            tuple(row.drawn), tuple(row.tokens), tuple(row.waiting), dict(row.skipped)
+        )
         return pieces, new
 
 
@@ -192,14 +194,14 @@ class _Row:
     def __init__(
         self,
         maker: RowMaker,
-        lane: int,
-        state: LaneState,
+        strand: int,
+        state: StrandState,
         kept: dict[tuple[int, int], EncodedDocument],
     ):
-        self.maker, self.lane, self.documents = maker, lane, kept
+        self.maker, self.strand, self.documents = maker, strand, kept
         self.drawn, self.tokens = list(state.drawn), list(state.tokens)
         self.waiting, self.skipped = list(state.waiting), Counter(state.skipped)
-        self._starts = maker.mix.starts(lane)
+        self._starts = maker.mix.starts(strand)
         self._bad_in_a_row = 0
 
     def fill(self) -> list[Piece]:
@@ -213,7 +215,7 @@ class _Row:
                 # The next document of the source that lags most.
                 taken = self.tokens if mix.counts_tokens else self.drawn
                 source = int(np.argmin((self._starts + taken) / mix.shares))
-                number = self.lane + self.drawn[source] * self.maker.num_lanes
+                number = self.strand + self.drawn[source] * self.maker.num_strands
                 self.drawn[source] += 1
                 self.waiting.append(Waiting(source, number, 0))
             each = self.waiting[at]

@@ -80,7 +80,7 @@ class Source(Shards):
         block = self.order.block(number)
         if block in self._fetched:
             return
-        # Lanes are near each other, so that a few blocks are enough to remember.
+        # Strands are near each other, so that a few blocks are enough to remember.
         del self._fetched[:-_REMEMBERED]
         self._fetched.append(block)
         shards = [self.shards[group] for group in self.order.groups_after(*block)]

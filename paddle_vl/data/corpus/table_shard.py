@@ -1,9 +1,9 @@
 """Tables as shards: Parquet files, whose row groups are read at once, so that documents are mixed a
 few row groups at a time, and Arrow IPC streams, whose record batches are mapped.
 
-A few hundred bytes of Parquet can stand for any number of values, so what a row group takes is
-known before it is read; columns with a dictionary are read with it, and written out when their size
-is known.
+A few hundred bytes of Parquet can stand for any number of values. What a row group takes by the
+footer is checked when the file is opened; columns of texts with a dictionary are read with it, and
+written out when their size is known.
 
 A table's metadata may name features of Hugging Face's `datasets` (`{"info": {"features": ...}}`
 under `huggingface`). Two of them store something else than they mean: a `Sequence` of a struct is a
@@ -22,20 +22,19 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from paddle_vl.data.corpus.cache import Cache, file_state, first_bytes
-from paddle_vl.data.corpus.parquet_pages import (
-    VALUE_BYTES,
-    plain_type,
-    stated_size,
-    unpacked_bytes,
-)
 from paddle_vl.data.corpus.shard import BINARY_PER_TEXT, Row, Shard, check_row_size
 from paddle_vl.data.jsonl import BadSampleError, parse_value
 
 _METADATA = b"huggingface"
 _LISTS = ("Sequence", "List", "LargeList")
+# Offset, level and validity of a value, at least.
+_VALUE_BYTES = 8
+# Types of pyarrow that older versions do not have, and those with the same values.
+_VIEWS = {"string_view": "large_string", "binary_view": "large_binary"}
 # Length and magic at the end of a Parquet file.
 _TAIL = 8
 # A row group may take so many lines of data.max_line_bytes in memory: 1 GiB.
@@ -102,11 +101,7 @@ class ParquetShard(TableShard):
     def opened(
         cls, path: Path, cache: Cache, copies: Cache | None, max_line_bytes: int
     ) -> "ParquetShard":
-        """Open a file; only its footer is read.
-
-        Raises:
-            RuntimeError: it is no Parquet file, a row group is too large, or pyarrow is missing.
-        """
+        """See `Shard.opened`; only the footer is read, and too large row groups are refused."""
         state = file_state(path)
         with reading_table(path, f"data file {path} is no Parquet file", RuntimeError) as arrow:
             metadata = arrow.parquet.read_metadata(path)
@@ -119,7 +114,7 @@ class ParquetShard(TableShard):
             if any(group.num_rows < 0 for group in groups):
                 raise ValueError("a row group has fewer than no rows")
         for number, group in enumerate(groups):
-            size = max(group.total_byte_size, group.num_rows * group.num_columns * VALUE_BYTES)
+            size = max(group.total_byte_size, _VALUE_BYTES * _num_values(group))
             if reason := _too_large(number, size, max_line_bytes):
                 raise RuntimeError(f"data file {path}: {reason}")
         counts = tuple(group.num_rows for group in groups)
@@ -147,11 +142,7 @@ class ArrowShard(TableShard):
     def opened(
         cls, path: Path, cache: Cache, copies: Cache | None, max_line_bytes: int
     ) -> "ArrowShard":
-        """Open a file; only the headers of its batches are read.
-
-        Raises:
-            RuntimeError: it is no Arrow stream, damaged, of another layout, or pyarrow is missing.
-        """
+        """See `Shard.opened`; only the headers of its batches are read."""
         if first_bytes(path, len(_FILE)) == _FILE:
             raise RuntimeError(
                 f"data file {path} is an Arrow file (Feather), and streams are read: write it "
@@ -192,23 +183,30 @@ class ArrowShard(TableShard):
 # Row groups that a process keeps: those of two neighbouring blocks of the default eight.
 @lru_cache(maxsize=16)
 def _row_group(shard: ParquetShard, number: int) -> Any:
-    def check_size(size: int) -> None:
-        if reason := _too_large(number, size, shard.max_line_bytes):
-            raise BadSampleError("line_too_long", reason)
-
     local = Path(shard.local)
     with reading_table(shard.path, f"row group {number + 1} cannot be read", _bad) as arrow:
         metadata = arrow.parquet.read_metadata(local)
-        size, packed = stated_size(local, metadata, number)
-        check_size(size)
+        columns = map(metadata.row_group(number).column, range(metadata.num_columns))
+        packed = [
+            column.path_in_schema
+            for column in columns
+            if column.has_dictionary_page and column.physical_type == "BYTE_ARRAY"
+        ]
         with arrow.parquet.ParquetFile(local, metadata=metadata, read_dictionary=packed) as file:
             table = file.read_row_group(number)
         if table.num_rows != shard.groups[number]:
             raise ValueError(f"it has {table.num_rows} rows and states {shard.groups[number]}")
-        check_size(sum(map(unpacked_bytes, table.columns)))
+        size = sum(map(unpacked_bytes, table.columns))
+        if reason := _too_large(number, size, shard.max_line_bytes):
+            raise BadSampleError("line_too_long", reason)
         schema = metadata.schema.to_arrow_schema()
-        fields = [field.with_type(plain_type(field.type)) for field in schema]
+        fields = [field.with_type(_plain_type(field.type)) for field in schema]
         return table.cast(arrow.schema(fields, schema.metadata))
+
+
+def _num_values(group: Any) -> int:
+    rows = group.num_rows
+    return sum(max(rows, group.column(i).num_values) for i in range(group.num_columns))
 
 
 def _too_large(group: int, size: int, max_line_bytes: int) -> str | None:
@@ -221,6 +219,65 @@ def _too_large(group: int, size: int, max_line_bytes: int) -> str | None:
         f"{max_line_bytes} at most {most} are read: write it again with fewer rows in a row group "
         "(row_group_size), or raise the setting"
     )
+
+
+def unpacked_bytes(column: Any) -> int:
+    """Bytes of pyarrow's column, chunked or not, if dictionaries and views were written out."""
+    import pyarrow.compute
+    from pyarrow import chunked_array, types
+
+    # Its functions are made when it is imported.
+    compute: Any = pyarrow.compute
+    kind, chunks = column.type, getattr(column, "chunks", [column])
+    if types.is_struct(kind):
+        return sum(map(unpacked_bytes, column.flatten()))
+    if types.is_map(kind):
+        parts = [part for chunk in chunks for part in (chunk.keys, chunk.items)]
+        return sum(unpacked_bytes(chunked_array([part])) for part in parts)
+    if hasattr(kind, "value_field"):
+        return unpacked_bytes(compute.list_flatten(column))
+    if str(kind) in _VIEWS:
+        return sum(map(_bytes_of_views, chunks))
+    if not types.is_dictionary(kind):
+        return column.nbytes
+    total = 0
+    for chunk in chunks:
+        lengths = compute.binary_length(chunk.dictionary).cast("int64")
+        total += chunk.indices.nbytes
+        total += compute.sum(compute.take(lengths, chunk.indices)).as_py() or 0
+    return total
+
+
+def _bytes_of_views(column: Any) -> int:
+    # Views of 16 bytes begin with the length.
+    lengths = np.frombuffer(column.buffers()[1] or b"", "<i4")[::4]
+    own = lengths[column.offset : column.offset + len(column)]
+    return int(own[np.asarray(column.is_valid())].sum(dtype=np.int64)) + 16 * len(column)
+
+
+def _plain_type(kind: Any) -> Any:
+    """pyarrow's type without dictionaries and views (polars has both), to which it cannot cast
+    columns that were read with their dictionaries."""
+    import pyarrow
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        return _plain_type(kind.value_type)
+    if (name := str(kind)) in _VIEWS:
+        return getattr(pyarrow, _VIEWS[name])()
+    if types.is_struct(kind):
+        fields = [kind.field(number) for number in range(kind.num_fields)]
+        return pyarrow.struct([field.with_type(_plain_type(field.type)) for field in fields])
+    if types.is_map(kind):
+        return pyarrow.map_(_plain_type(kind.key_type), _plain_type(kind.item_type))
+    if hasattr(kind, "value_field"):
+        inner = kind.value_field.with_type(_plain_type(kind.value_type))
+        if types.is_fixed_size_list(kind):
+            return pyarrow.list_(inner, kind.list_size)
+        # pyarrow 26 casts a view to a list with offsets of the same width wrongly.
+        is_large_view = name.startswith("large_list_view")
+        return pyarrow.list_(inner) if is_large_view else pyarrow.large_list(inner)
+    return kind
 
 
 # They are mapped, so that they take no memory.

@@ -61,11 +61,7 @@ class TarShard(IndexedShard):
     def opened(
         cls, path: Path, cache: Cache, copies: Cache | None, max_line_bytes: int
     ) -> "TarShard":
-        """See `Shard.opened`.
-
-        Raises:
-            RuntimeError: also where `.nv-meta/dataset.yaml` says what is not supported.
-        """
+        """See `Shard.opened`; what `.nv-meta/dataset.yaml` says and is not supported is refused."""
         shard = super().opened(path, cache, copies, max_line_bytes)
         return replace(shard, fields=fields_of(path))
 

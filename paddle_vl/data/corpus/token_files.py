@@ -56,11 +56,7 @@ class TokenShard(Shard):
     def opened(
         cls, path: Path, cache: Cache, copies: Cache | None, max_line_bytes: int
     ) -> "TokenShard":
-        """Open a pair of files, which are never copied. Their `.idx` is read and checked.
-
-        Raises:
-            RuntimeError: a file is missing or damaged.
-        """
+        """See `Shard.opened`; the `.idx` is read and checked, and the files are never copied."""
         binary, mask = path.with_suffix(".bin"), path.with_suffix(".lsm")
         if not binary.is_file():
             raise RuntimeError(f"{path} has no {binary.name} beside it, which has the tokens")

@@ -20,7 +20,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, TypedDict
@@ -29,9 +29,10 @@ from paddle_vl.data.formats.keys import (
     SOURCE_KEYS,
     TARGET_KEYS,
     RowSettings,
+    check_keys,
     from_text,
     is_empty,
-    refuse_unknown,
+    wrong,
 )
 from paddle_vl.data.jsonl import BadSampleError, check_unicode
 from paddle_vl.data.media_file import brief
@@ -73,7 +74,7 @@ class Message(_AnyMessage, total=False):
 
 
 @dataclass(frozen=True)
-class CanonicalRow:
+class Conversation:
     """A row in the canonical form.
 
     Attributes:
@@ -86,7 +87,7 @@ class CanonicalRow:
     """
 
     messages: list[Message]
-    format: str
+    format: str = "messages"
     tools: list[dict[str, Any]] = field(default_factory=list)
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     extras: dict[str, Any] = field(default_factory=dict)
@@ -96,6 +97,130 @@ class CanonicalRow:
         """The canonical form as a plain dict, without extras."""
         optional = {"tools": self.tools, "chat_template_kwargs": self.chat_template_kwargs}
         return {"messages": self.messages, **{key: each for key, each in optional.items() if each}}
+
+    @property
+    def branches(self) -> "list[Conversation]":
+        """The conversations of the row: itself, or those that are compared."""
+        return [self]
+
+    @property
+    def columns(self) -> Mapping[str, Any]:
+        """Values of the row that a metric may need."""
+        return self.extras
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing but texts, images and videos of users and the assistant."""
+        own = {"tool_calls", "reasoning_content"}
+        return not (self.tools or self.chat_template_kwargs) and not any(
+            own & each.keys() or each["role"] == "tool" for each in self.messages
+        )
+
+    @property
+    def all_text(self) -> str:
+        """All texts and names that the row brings, one below the other."""
+        return "\n".join(strings_in([self.messages, self.tools, self.chat_template_kwargs]))
+
+    @property
+    def plain_text(self) -> str:
+        """The texts of the contents, one below the other."""
+        return "\n".join(map(self.text, range(len(self.messages))))
+
+    def text(self, number: int) -> str:
+        """The text of a turn without images and videos."""
+        return _text_of(self.messages[number]["content"])
+
+    @property
+    def media(self) -> list[str]:
+        """`image` or `video` for each of them, in reading order."""
+        return [part["type"] for part in self._parts() if part["type"] != "text"]
+
+    @property
+    def images(self) -> list[Any]:
+        """Sources of all images in reading order."""
+        return [part["image"] for part in self._parts() if part["type"] == "image"]
+
+    @property
+    def videos(self) -> list[Any]:
+        """Sources of all videos in reading order."""
+        return [part["video"] for part in self._parts() if part["type"] == "video"]
+
+    def _parts(self) -> Iterator[Part]:
+        return (part for message in self.messages for part in message["content"])
+
+    @property
+    def targets(self) -> list[int]:
+        """Numbers of the turns that are training targets."""
+        return [i for i, message in enumerate(self.messages) if message.get("loss")]
+
+    @property
+    def losses(self) -> list[bool]:
+        """Of each answer whether it is a training target."""
+        return [bool(each.get("loss")) for each in self.messages if each["role"] == "assistant"]
+
+    def with_messages(self, messages: Sequence[Any]) -> "Conversation":
+        """The conversation with other messages, in the canonical form."""
+        return Conversation(
+            [*messages], self.format, self.tools, self.chat_template_kwargs, self.extras,
+            self.train_on_prompt,
+        )  # fmt: skip
+
+    def with_sources(self, opened: Callable[[str, Any], Any]) -> "Conversation":
+        """The conversation with what a function makes of the kind and source of each image and
+        video."""
+
+        def part_of(part: Part) -> Part:
+            kind = part["type"]
+            return part if kind == "text" else {**part, kind: opened(kind, part[kind])}
+
+        return self.with_messages(
+            [{**each, "content": [*map(part_of, each["content"])]} for each in self.messages]
+        )
+
+    def check_targets(self) -> None:
+        """Check that there is a training target.
+
+        Raises:
+            BadSampleError: no message of the assistant, no target among them, or an empty target.
+        """
+        answers = len(self.losses)
+        if not answers:
+            raise BadSampleError(
+                "no_assistant",
+                "the conversation has no assistant turn, so no training target: add an answer",
+            )
+        if not self.targets:
+            raise BadSampleError(
+                "no_target",
+                f"none of the {answers} assistant turn(s) is a training target (by 'loss', "
+                "'weight' or 'label'): leave the sample out, or set one to true",
+            )
+        for i in self.targets:
+            if not self.messages[i].keys() & {"tool_calls", "reasoning_content"} and (
+                not self.messages[i]["content"]
+            ):
+                raise BadSampleError(
+                    "empty_answer",
+                    f"the answer in turn {i + 1} is empty, so that only the end token would be "
+                    "learned: write an answer, set its 'loss' to false, or leave the turn out",
+                )
+
+
+def strings_in(value: Any, keys: bool = True) -> Iterator[str]:
+    """All strings in a JSON value, with the keys of objects."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from value if keys else ()
+        for each in value.values():
+            yield from strings_in(each, keys)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from strings_in(each, keys)
+
+
+def _text_of(parts: Iterable[Part]) -> str:
+    return "".join(part["text"] for part in parts if part["type"] == "text")
 
 
 @dataclass
@@ -126,7 +251,7 @@ class Draft:
     @property
     def text(self) -> str:
         """The text without images and videos."""
-        return "".join(part["text"] for part in self.parts if part["type"] == "text")
+        return _text_of(self.parts)
 
 
 def joined_turns(drafts: Iterable[Draft]) -> list[Draft]:
@@ -185,7 +310,7 @@ def as_message(turn: Draft) -> Message:
     return message
 
 
-def check_turns(row: CanonicalRow, places: Sequence[str]) -> None:
+def check_turns(row: Conversation, places: Sequence[str]) -> None:
     """Check the order of the messages and their texts.
 
     Args:
@@ -194,40 +319,12 @@ def check_turns(row: CanonicalRow, places: Sequence[str]) -> None:
     Raises:
         BadSampleError: a message of the system that is not the first, or a text is no Unicode.
     """
-    for number, (message, where) in enumerate(zip(row.messages, places, strict=True)):
-        if message["role"] == "system" and number:
+    for message, where in zip(row.messages[1:], places[1:], strict=True):
+        if message["role"] == "system":
             reason = f"{where} has role 'system'; only the first message may have it"
             raise BadSampleError("unknown_role", f"{reason}: move its text there")
     for text in texts_of(row.to_dict()):
         check_unicode(text)
-
-
-def check_targets(row: CanonicalRow) -> None:
-    """Check that there is a training target.
-
-    Raises:
-        BadSampleError: no message of the assistant, no target among them, or an empty target.
-    """
-    answers = [(i, each) for i, each in enumerate(row.messages, 1) if each["role"] == "assistant"]
-    if not answers:
-        raise BadSampleError(
-            "no_assistant",
-            "the conversation has no assistant turn, so no training target: add an answer",
-        )
-    targets = [(i, message) for i, message in answers if message.get("loss")]
-    if not targets:
-        raise BadSampleError(
-            "no_target",
-            f"none of the {len(answers)} assistant turn(s) is a training target (by 'loss', "
-            "'weight' or 'label'): leave the sample out, or set one to true",
-        )
-    for i, message in targets:
-        if not (message["content"] or message.get("tool_calls") or "reasoning_content" in message):
-            raise BadSampleError(
-                "empty_answer",
-                f"the answer in turn {i} is empty, so that only the end token would be learned: "
-                "write an answer, set its 'loss' to false, or leave the turn out",
-            )
 
 
 def texts_of(row: Mapping[str, Any]) -> Iterator[str]:
@@ -301,11 +398,11 @@ def _is_answer(draft: Draft) -> bool:
 def _labelled(turns: Sequence[list[Draft]], label: Any) -> list[list[Draft]]:
     """The drafts for each value of `label`: of a turn, or of a single message of one."""
     if not isinstance(label, list | tuple):
-        raise BadSampleError(
-            "bad_target",
-            f"'label' is {brief(label)!r}; of a record it must be a list of 0 and 1, one for each "
-            "assistant message: rename the key if it means something else",
+        needed = (
+            "of a record it must be a list of 0 and 1, one for each assistant message: rename the "
+            "key if it means something else"
         )
+        raise wrong("'label'", label, needed, "bad_target")
     written = [[draft for draft in turn if draft.text or draft.calls] for turn in turns]
     by_turn = [turn for turn, own in zip(turns, written, strict=True) if own]
     by_message = [[draft] for own in written for draft in own]
@@ -405,9 +502,7 @@ def _listed(row: Mapping[str, Any], kind: str) -> list[Any]:
     if isinstance(given, str | bytes | Mapping | os.PathLike):
         given = [given]
     if not isinstance(given, list | tuple):
-        raise BadSampleError(
-            "missing_key", f"'{kind}s' must be a list of {kind}s; it is {brief(given)}"
-        )
+        raise wrong(f"'{kind}s'", given, f"a list of {kind}s is needed")
     return [_read(each, kind) for each in given]
 
 
@@ -437,8 +532,7 @@ def _unwrapped(value: Mapping[str, Any]) -> Any:
     """The source in an object: of HF (`bytes`, `path`), OpenAI (`url`) or Anthropic (`data`)."""
     if value.get("type") == "base64":
         return f"data:{value.get('media_type')};base64,{value.get('data')}"
-    if unknown := [key for key in value if key not in _SOURCE_KEYS and value[key] is not None]:
-        refuse_unknown(unknown[0], "a source", _SOURCE_KEYS)
+    check_keys(value, "a source", _SOURCE_KEYS)
     if value.get("detail") is not None:
         warn_once(_LOGGER, "detail", _DETAIL_NOTE)
     return value.get("bytes") or value.get("path") or value.get("url")

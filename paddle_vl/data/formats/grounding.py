@@ -14,7 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from paddle_vl.data.formats.canonical import Message
-from paddle_vl.data.formats.keys import BOX_TOKENS, RowSettings, from_text, is_empty, refuse_unknown
+from paddle_vl.data.formats.keys import (
+    BOX_TOKENS,
+    RowSettings,
+    check_keys,
+    from_text,
+    is_empty,
+    wrong,
+)
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import brief
 
@@ -72,27 +79,21 @@ def read_objects(value: Any) -> Objects | None:
     if is_empty(objects):
         return None
     if not isinstance(objects, Mapping):
-        raise _bad_box(
-            f"'objects' is {brief(objects)!r}; an object of {', '.join(_KEYS)} is needed"
-        )
+        raise _wrong("'objects'", objects, f"an object of {', '.join(_KEYS)}")
+    check_keys(objects, "'objects'", _KEYS)
     given = {key: each for key, each in objects.items() if each is not None}
-    for key in given:
-        if key not in _KEYS:
-            refuse_unknown(key, "'objects'", _KEYS)
     names, boxes = (given.get(key, []) for key in ("ref", "bbox"))
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise _bad_box(f"'ref' of 'objects' is {brief(names)}; a list of texts is needed")
+        raise _wrong("'ref' of 'objects'", names, "a list of texts")
     if not isinstance(boxes, list | tuple):
-        raise _bad_box(f"'bbox' of 'objects' is {brief(boxes)}; a list of boxes is needed")
+        raise _wrong("'bbox' of 'objects'", boxes, "a list of boxes")
     if (kind := given.get("bbox_type", "real")) not in _TYPES:
-        raise _bad_box(
-            f"'bbox_type' is {brief(kind)!r}; use 'real' (pixels of the image file) or 'norm1' "
-            "(fractions of 0 to 1)"
-        )
+        needed = "'real' (pixels of the image file) or 'norm1' (fractions of 0 to 1)"
+        raise _wrong("'bbox_type'", kind, needed)
     images = given.get("image_id") or [0] * len(boxes)
     is_number = isinstance(images, list | tuple) and all(type(each) is int for each in images)
     if not is_number or len(images) != len(boxes):
-        raise _bad_box(f"'image_id' is {brief(images)}; one number for each box is needed, from 0")
+        raise _wrong("'image_id'", images, "one number for each box, from 0,")
     return Objects(list(names), [_numbers(box) for box in boxes], kind == "norm1", list(images))
 
 
@@ -106,12 +107,8 @@ def write_boxes(messages: Sequence[Message], objects: Objects, settings: RowSett
         BadSampleError: another number of tags than of entries, or a box without an image or outside
             of its image.
     """
-    images = [
-        part["image"]
-        for message in messages
-        for part in message.get("content", ())
-        if part["type"] == "image"
-    ]
+    parts = [part for message in messages for part in message["content"]]
+    images = [part["image"] for part in parts if part["type"] == "image"]
     texts = list(_texts(messages))
     for tag, entries, key in ((_NAME_TAG, objects.names, "ref"), (_BOX_TAG, objects.boxes, "bbox")):
         num_tags = sum(holder[name].count(tag) for holder, name in texts)
@@ -184,9 +181,8 @@ def _numbers(box: Any) -> list[float]:
     numbers = list(box) if isinstance(box, list | tuple) else []
     is_finite = all(type(each) in (int, float) and math.isfinite(each) for each in numbers)
     if len(numbers) not in (2, 4) or not is_finite:
-        raise _bad_box(
-            f"a box is {brief(box)}; four numbers (two corners) or two (a point) are needed"
-        )
+        reason = f"a box is {brief(box)}; four numbers (two corners) or two (a point) are needed"
+        raise _bad_box(reason)
     return numbers
 
 
@@ -226,6 +222,10 @@ def _spelled(box: Sequence[int], settings: RowSettings) -> str:
 
 def _in_pixels(box: Sequence[float], label: str | None, size: tuple[int, int]) -> Box:
     return Box(tuple(value / _UNITS * size[place % 2] for place, value in enumerate(box)), label)
+
+
+def _wrong(what: str, value: Any, needed: str) -> BadSampleError:
+    return wrong(what, value, f"{needed} is needed", "bad_box")
 
 
 def _bad_box(reason: str) -> BadSampleError:

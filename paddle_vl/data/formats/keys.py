@@ -11,7 +11,7 @@ import ast
 import difflib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from paddle_vl.data.jsonl import BadSampleError, parse_value
 from paddle_vl.data.media_file import brief
@@ -26,8 +26,6 @@ RESPONSE_KEYS = (
     "response", "answer", "output", "targets", "target", "answer_key", "answers", "solution",
     "text", "completion", "content",
 )  # fmt: skip
-# Keys of the two sides of a pair in a list of turns.
-PAIR_KEYS = {"user": ("human", "user"), "assistant": ("assistant", "gpt", "bot")}
 # Keys of any row; those of its turns differ by format.
 ROW_KEYS = (
     *SYSTEM_KEYS, "images", "image", "videos", "video", "objects", "tools", "label",
@@ -39,7 +37,6 @@ _DESCRIPTIONS = (
     "metadata", "meta", "url", "score", "references",
 )  # fmt: skip
 _MOST_NAMED = 10
-_MESSAGE_KEYS = ("role", "content", *TARGET_KEYS)
 _KEYS_OF_ROLE = {
     "assistant": ("tool_calls", *REASONING_KEYS),
     "tool": ("tool_call_id", "name"),
@@ -60,27 +57,30 @@ _PART_KEYS = {
 # Settings of a single image or video in other formats. Ignoring them would train on another size
 # or number of frames than intended, so they are refused.
 _SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
-_PART_SETTINGS = {
-    "image": _SIZES,
-    "video": (
-        "fps", "nframes", "num_frames", "min_frames", "max_frames", "total_pixels", "video_start",
-        "video_end", "sample_fps", "raw_fps", *_SIZES,
+_FRAMES = (
+    "fps", "nframes", "num_frames", "min_frames", "max_frames", "total_pixels", "video_start",
+    "video_end", "sample_fps", "raw_fps",
+)  # fmt: skip
+_FOR_ALL = "cannot be set for one row; set {} for all"
+_REFUSED_OF_PART = {
+    "image": dict.fromkeys(_SIZES, _FOR_ALL.format("data.max_pixels or data.min_pixels")),
+    "video": dict.fromkeys(
+        (*_FRAMES, *_SIZES),
+        _FOR_ALL.format("data.video_fps, data.video_max_frames or data.video_max_pixels"),
+    ),
+}
+_REFUSED_OF_TEMPLATE = {
+    **_REFUSED_OF_PART["video"], **_REFUSED_OF_PART["image"],
+    **dict.fromkeys(
+        ("messages", "tools", "documents", "add_generation_prompt"),
+        "the run gives to the template: remove it",
     ),
 }  # fmt: skip
-_SETTINGS_FOR_ALL = {
-    "image": "data.max_pixels or data.min_pixels",
-    "video": "data.video_fps, data.video_max_frames or data.video_max_pixels",
-}
-_RENDERED_BY_THE_RUN = ("messages", "tools", "documents", "add_generation_prompt")
 
 _NO_PREFERENCES = (
     "is for preference training (train.objective: preference), ranking or classification: for "
     "fine-tuning keep the answer to learn as the assistant's message, and remove the key"
 )
-_NO_SAMPLE_WEIGHT = "of a record is not read: give 'loss' (true or false) to its assistant messages"
-_NO_OTHER_TURNS = "is not read: write its turns into 'messages', and remove the key"
-_NO_AUDIO = "is not supported; remove the key"
-_NO_OLD_CALLS = "is not read: write calls as 'tool_calls' of an assistant's message"
 _PREFERENCE_KEYS = (
     "chosen", "rejected", "positive_messages", "negative_messages", "kto_tag", "margin",
     "teacher_prompt",
@@ -89,24 +89,34 @@ _PREFERENCE_PREFIXES = ("rejected_", "chosen_")
 
 # Refused keys, with the name to use instead or the reason.
 _REFUSED_OF_ROW = {
-    **dict.fromkeys(("loss", "weight", "loss_scale", "loss_mask", "mask"), _NO_SAMPLE_WEIGHT),
-    **dict.fromkeys(("audios", "audio"), _NO_AUDIO),
-    **dict.fromkeys(("tool_calls", "function_call", "tool_call_id"), _NO_OLD_CALLS),
-    **dict.fromkeys(REASONING_KEYS, "of a record is not read: give it to the assistant's message"),
+    **dict.fromkeys(
+        ("loss", "weight", "loss_scale", "loss_mask", "mask"),
+        "is read of messages alone: give 'loss' (true or false) to the assistant's",
+    ),
+    **dict.fromkeys(("audios", "audio"), "is not supported; remove the key"),
+    **dict.fromkeys(
+        ("tool_calls", "function_call", "tool_call_id"),
+        "is not read: write calls as 'tool_calls' of an assistant's message",
+    ),
+    **dict.fromkeys(
+        REASONING_KEYS, "is read of messages alone: give it to the assistant's message"
+    ),
     "functions": "is not read: name the definitions of tools 'tools'",
     "enable_thinking": "is not read: the chat template's settings stand in 'chat_template_kwargs'",
 }
 _REFUSED_OF_MESSAGE = {
     "function_call": "is not read: write it as 'tool_calls'",
-    "functions": "is not read: name the tools of the record 'tools', beside 'messages'",
-    "tools": "is not read: name the tools of the record beside 'messages'",
-    "train": "is not read: use 'loss'",
-    "training": "is not read: use 'loss'",
+    **dict.fromkeys(
+        ("functions", "tools"),
+        "is not read: name the record's tools 'tools', beside 'messages'",
+    ),
+    **dict.fromkeys(("train", "training"), "is not read: use 'loss'"),
     "name": "is not rendered: write it into the content, or remove it",
     "from": "is not read: use 'role' (system, user or assistant) and 'content'",
     "value": "is not read: use 'content'",
-    "images": "is not read: list all images of the record beside 'messages'",
-    "videos": "is not read: list all videos of the record beside 'messages'",
+    **dict.fromkeys(
+        ("images", "videos"), "is not read: list those of the whole record beside 'messages'"
+    ),
 }
 # Tokens that a text may contain if `special_tokens` names them.
 BOX_TOKENS = {
@@ -245,39 +255,8 @@ def extras_of(row: Mapping[str, Any]) -> dict[str, Any]:
         BadSampleError: a key would change the targets or the prompt; says what to do.
     """
     extras = {key: row[key] for key in row if key not in ("messages", *ROW_KEYS)}
-    for key, value in extras.items():
-        if key in _REFUSED_OF_ROW and not is_empty(value):
-            raise BadSampleError("unsupported", f"{key!r} {_REFUSED_OF_ROW[key]}")
+    check_keys(extras, "the record", None, _REFUSED_OF_ROW)
     return extras
-
-
-def check_single_list(row: Mapping[str, Any], name: str) -> None:
-    """Refuse turns of a row that stand beside its list of messages.
-
-    Raises:
-        BadSampleError: with the key and what to do.
-    """
-    for key in (*LIST_KEYS, "history", "query", "response"):
-        if key != name and not is_empty(row.get(key)):
-            raise BadSampleError("unsupported", f"{key!r} beside {name!r} {_NO_OTHER_TURNS}")
-
-
-def read_messages(row: dict[str, Any]) -> dict[str, Any]:
-    """A row whose list of messages has any of its names.
-
-    Args:
-        row: without null values.
-
-    Returns:
-        The row with `messages`.
-
-    Raises:
-        BadSampleError: there is none, or further turns stand beside it.
-    """
-    name = next((key for key in LIST_KEYS if key in row), LIST_KEYS[0])
-    check_single_list(row, name)
-    rest = {key: value for key, value in row.items() if key not in LIST_KEYS}
-    return {"messages": list_of(row.get(name), name), **rest}
 
 
 def check_message_keys(message: Mapping[str, Any], role: str, where: str) -> None:
@@ -289,18 +268,14 @@ def check_message_keys(message: Mapping[str, Any], role: str, where: str) -> Non
     Raises:
         BadSampleError: with the key, and what to do or the nearest known key.
     """
-    known = (*_MESSAGE_KEYS, *_KEYS_OF_ROLE.get(role, ()))
-    for key, value in message.items():
-        if key in known or is_empty(value):
-            continue
-        for other, keys in _KEYS_OF_ROLE.items():
-            if key in keys and key not in _REFUSED_OF_MESSAGE:
+    known = ("role", "content", *TARGET_KEYS, *_KEYS_OF_ROLE.get(role, ()))
+    for other, keys in _KEYS_OF_ROLE.items():
+        for key in {*keys} - {*known, *_REFUSED_OF_MESSAGE}:
+            if not is_empty(message.get(key)):
                 reason = f"{where} has {key!r}, which only a message of role {other!r} can have"
                 raise BadSampleError("unknown_key", f"{reason}: move or remove it")
-        why = _NO_PREFERENCES if _is_preference(key) else _REFUSED_OF_MESSAGE.get(key)
-        if why:
-            raise BadSampleError("unsupported", f"{where} has {key!r}, which {why}")
-        refuse_unknown(key, where, known)
+    refused = {key: _NO_PREFERENCES for key in message if _is_preference(key)}
+    check_keys(message, where, known, refused | _REFUSED_OF_MESSAGE)
 
 
 def check_part_keys(part: Mapping[str, Any], kind: str, where: str) -> None:
@@ -309,16 +284,8 @@ def check_part_keys(part: Mapping[str, Any], kind: str, where: str) -> None:
     Raises:
         BadSampleError: with the key, and the setting for all images or videos or the nearest key.
     """
-    if ignored := [key for key in _PART_SETTINGS.get(kind, ()) if part.get(key) is not None]:
-        raise BadSampleError(
-            "unsupported",
-            f"{where} has a {kind} part with {', '.join(ignored)}, which cannot be set for one "
-            f"{kind}; set {_SETTINGS_FOR_ALL[kind]} for all",
-        )
-    for key, value in part.items():
-        # Tables exported as JSON give every part the keys of all others as null.
-        if key not in _PART_KEYS[kind] and value is not None:
-            refuse_unknown(key, f"a part of type {kind} of {where}", _PART_KEYS[kind])
+    where = f"a part of type {kind} of {where}"
+    check_keys(part, where, _PART_KEYS[kind], _REFUSED_OF_PART.get(kind, {}))
 
 
 def check_template_settings(settings: Mapping[str, Any]) -> None:
@@ -327,17 +294,40 @@ def check_template_settings(settings: Mapping[str, Any]) -> None:
     Raises:
         BadSampleError: with the key and what to do.
     """
-    for key in settings:
-        for kind, names in _PART_SETTINGS.items():
-            if key in names:
-                raise BadSampleError(
-                    "unsupported",
-                    f"'chat_template_kwargs' has {key!r}, which cannot be set for one row; set "
-                    f"{_SETTINGS_FOR_ALL[kind]} for all",
-                )
-        if key in _RENDERED_BY_THE_RUN:
-            reason = f"'chat_template_kwargs' has {key!r}, which the run gives to the template"
-            raise BadSampleError("unsupported", f"{reason}: remove it")
+    check_keys(settings, "'chat_template_kwargs'", None, _REFUSED_OF_TEMPLATE)
+
+
+def check_keys(
+    given: Mapping[str, Any],
+    where: str,
+    known: Collection[str] | None,
+    refused: Mapping[str, str] = {},
+) -> None:
+    """Refuse keys that are not read; tables give an object the keys of all others, empty.
+
+    Args:
+        known: None for any that is not refused.
+        refused: why, and what to do, by key.
+
+    Raises:
+        BadSampleError: with the key, and the reason or the nearest known key.
+    """
+    for key, value in given.items():
+        if is_empty(value) or (known is not None and key in known):
+            continue
+        if key in refused:
+            raise BadSampleError("unsupported", f"{where} has {key!r}, which {refused[key]}")
+        if known is not None:
+            raise BadSampleError(
+                "unknown_key",
+                f"{where} has the unknown key {str(key)[:80]!r}{_guess(key, known)}; it can have "
+                f"{', '.join(known)}: rename or remove the key",
+            )
+
+
+def wrong(what: str, value: Any, needed: str, kind: str = "missing_key") -> BadSampleError:
+    """The error of a value that is another than is needed."""
+    return BadSampleError(kind, f"{what} is {brief(value)!r}; {needed}")
 
 
 def unread_keys(extras: Mapping[str, Any]) -> list[str]:
@@ -359,15 +349,6 @@ def unread_note(keys: Collection[str]) -> str | None:
     return (
         f"records have the key(s) {', '.join(named)}{more}, which are not read (of a record "
         f"{', '.join(known)} are): rename what should be"
-    )
-
-
-def refuse_unknown(key: Any, where: str, known: Collection[str]) -> NoReturn:
-    """Raise a BadSampleError for an unknown key, with the nearest known one."""
-    raise BadSampleError(
-        "unknown_key",
-        f"{where} has the unknown key {str(key)[:80]!r}{_guess(key, known)}; it can have "
-        f"{', '.join(known)}: rename or remove the key",
     )
 
 
@@ -397,11 +378,8 @@ def list_of(value: Any, name: str) -> list[Any]:
     """
     found = from_text(value, literal=True)
     if not isinstance(found, list | tuple) or not found:
-        raise BadSampleError(
-            "missing_key",
-            f"{name!r} must be a list with at least one message (or its JSON text); it is "
-            f"{brief(value)!r}",
-        )
+        reason = "must be a list with at least one message (or its JSON text); it is"
+        raise BadSampleError("missing_key", f"{name!r} {reason} {brief(value)!r}")
     return list(found)
 
 

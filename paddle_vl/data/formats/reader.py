@@ -1,6 +1,6 @@
-"""A row of any format to its canonical form.
+"""A row of any format to its canonical form, a conversation whose images and videos can be opened.
 
-The keys of a row tell its format, and the format's reader gives a row with `messages`:
+`dialects` makes the row one of `messages`:
 
     {"messages": [{"role": "user", "content": "<image>What is this?"},
                   {"role": "assistant", "content": "A cat."}], "images": ["cat.png"]}
@@ -11,17 +11,20 @@ The keys of a row tell its format, and the format's reader gives a row with `mes
 Each message becomes a draft, and the drafts the turns of the canonical form. In a string, `<image>`
 and `<video>` take the entries of `images` and `videos` in order; in content parts text is literal.
 Anthropic's blocks of calls and answers are read as well.
-
-Formats differ in their keys alone, and all take the same way from there.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+from PIL import Image
 
 from paddle_vl.data.formats import grounding, tool_calls
 from paddle_vl.data.formats.canonical import (
     MEDIA,
-    CanonicalRow,
+    Conversation,
     Draft,
     as_message,
     check_turns,
@@ -34,53 +37,28 @@ from paddle_vl.data.formats.canonical import (
     split_tags,
     texts_of,
 )
-from paddle_vl.data.formats.erniekit import read_erniekit
-from paddle_vl.data.formats.instruction import read_alpaca, read_query_response
+from paddle_vl.data.formats.dialects import FORMATS, fitting_format
 from paddle_vl.data.formats.keys import (
-    LIST_KEYS,
-    PAIR_KEYS,
-    QUERY_KEYS,
     REASONING_KEYS,
-    RESPONSE_KEYS,
     SYSTEM_KEYS,
     RowSettings,
     check_message_keys,
     check_part_keys,
-    check_preference,
     check_template_settings,
     extras_of,
     from_text,
     is_empty,
     list_of,
-    read_messages,
     renamed,
+    wrong,
 )
-from paddle_vl.data.formats.prompt_completion import read_prompt_completion
-from paddle_vl.data.formats.sharegpt import read_llava, read_sharegpt
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.data.media_file import brief
+from paddle_vl.data.media_file import MediaFolder, brief, media_source, upright_size
+from paddle_vl.data.video_reader import FrameFiles, VideoFrames
 
-FORMATS = (
-    "messages", "sharegpt", "llava", "erniekit", "prompt_completion", "alpaca", "query_response",
-)  # fmt: skip
-# Each gives the row in the form of `messages`.
-_READERS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "messages": read_messages,
-    "sharegpt": read_sharegpt,
-    "llava": read_llava,
-    "erniekit": read_erniekit,
-    "prompt_completion": read_prompt_completion,
-    "alpaca": read_alpaca,
-    "query_response": read_query_response,
-}
-# Formats whose tools refuse media without a tag.
-_NEEDS_TAGS = ("sharegpt", "llava")
-# Formats whose readers also take rows that look like another.
-_READ_TOO = {"llava": "sharegpt", "query_response": "alpaca"}
-# Formats that plain texts in `prompt` and `completion` may have.
-_AMBIGUOUS = ("query_response", "prompt_completion")
-_SET = "set data.format to what the rows are"
 _DEFAULT = RowSettings()
+# Sources in memory instead of file names.
+_IN_MEMORY = (Image.Image, np.ndarray, VideoFrames, FrameFiles)
 _ROLES = {
     **{role: role for role in ("system", "user", "assistant")},
     **dict.fromkeys(tool_calls.ANSWER_ROLES, "tool"),
@@ -97,8 +75,8 @@ _REFUSED_PARTS = (
 
 def to_canonical(
     row: Mapping[str, Any], settings: RowSettings = _DEFAULT, *, format: str | None = None
-) -> CanonicalRow:
-    """The canonical form of a row; whether it has a target is for `check_targets`.
+) -> Conversation:
+    """The canonical form of a row; whether it has a target is for `Conversation.check_targets`.
 
     Args:
         row: JSON types, and for media also bytes and objects in memory.
@@ -113,120 +91,74 @@ def to_canonical(
     try:
         row = renamed(row, settings) if isinstance(row, Mapping) else row
         name = fitting_format(row, format)
-        return _canonical_row(_READERS[name](row), settings, name, name in _NEEDS_TAGS)
+        return _canonical_row(FORMATS[name].read(row), settings, name)
     except BadSampleError as error:
         read_as = f"a row of format {name}: " if name else ""
         raise BadSampleError(error.kind, read_as + error.reason) from error
 
 
-def recognised(row: Any) -> str:
-    """The format of a row.
+@dataclass(frozen=True)
+class RowReader:
+    """Reads the rows of one source. It can be pickled.
 
-    Args:
-        row: after the renaming of its columns.
-
-    Raises:
-        BadSampleError: no format fits, several do, or it is one that is not trained on here.
+    Attributes:
+        settings: of the rows.
+        format: see `dialects.FORMATS`; None recognises each row's.
+        allow_outside: whether paths may lead outside of the folder of the data file.
+        remote: makes a file of an http(s) address; None refuses addresses.
     """
-    if not isinstance(row, Mapping):
-        raise BadSampleError(
-            "unsupported",
-            f"the row is {brief(row)!r}; an object is needed (a list of rows is packed data of "
-            "Qwen's pack_data.py: give the rows one by one, the run packs them)",
-        )
-    check_preference(row)
-    given = {key for key, value in row.items() if value is not None}
-    if name := next((key for key in LIST_KEYS if key in given), None):
-        return _format_of_list(row, name)
-    if {"src", "tgt"} <= given or "text_info" in given:
-        return "erniekit"
-    if {"prompt", "completion"} <= given:
-        lists = [isinstance(row[key], list | tuple) for key in ("prompt", "completion")]
-        if any(lists):
-            return "prompt_completion"
-        raise BadSampleError(
-            "ambiguous",
-            "'prompt' and 'completion' are plain texts, which TRL continues without a chat "
-            "template and ms-swift makes a conversation of: set data.format to query_response for "
-            "a conversation, or write the file as a source of documents, {path: ..., format: text}",
-        )
-    if "instruction" in given and given & {"input", "output"}:
-        return "alpaca"
-    names = {str(key).lower() for key in given}
-    is_question, is_answer = bool(names & {*QUERY_KEYS}), bool(names & {*RESPONSE_KEYS})
-    if is_question and is_answer:
-        return "query_response"
-    if "text" in given:
-        raise BadSampleError(
-            "corpus",
-            "the row has a 'text' and no question: it is a document, which is pretrained on; write "
-            "the file as a source of documents, {path: ..., format: text}",
-        )
-    lacking = "a question and no answer" if is_question else "no 'messages'"
-    raise BadSampleError(
-        "missing_key",
-        f"the record has {lacking}; its keys are {sorted(map(str, row))[:40]}, which fit none of "
-        f"the formats {', '.join(FORMATS)}: rename them with data.columns, or {_SET}",
-    )
+
+    settings: RowSettings = field(default_factory=RowSettings)
+    format: str | None = None
+    allow_outside: bool = True
+    remote: Any = None
+
+    def __call__(self, row: Mapping[str, Any], directory: Path | None = None) -> Conversation:
+        """Read a row.
+
+        Args:
+            row: sources of images and videos may also be PIL images, arrays, `VideoFrames`,
+                `FrameFiles` or the bytes of an image file.
+            directory: folder that relative paths start from; None leaves paths as they are.
+
+        Raises:
+            BadSampleError: the row does not fit its format, or a path is unusable.
+        """
+        folder, settings = self.opening(directory)
+        return self.opened(to_canonical(row, settings, format=self.format), folder)
+
+    def opening(self, directory: Path | None) -> tuple[MediaFolder, RowSettings]:
+        """The folder of a row's files, and the settings to read it with."""
+        folder = MediaFolder(directory, self.allow_outside, self.remote)
+
+        def size(source: Any) -> tuple[int, int]:
+            return upright_size(_opened("image", source, folder))
+
+        return folder, replace(self.settings, image_size=size)
+
+    def opened(self, row: Conversation, folder: MediaFolder) -> Conversation:
+        """The conversation with sources that can be opened."""
+        return row.with_sources(lambda kind, source: _opened(kind, source, folder))
 
 
-def fitting_format(row: Any, format: str | None) -> str:
-    """The format to read a row in.
-
-    Args:
-        row: after the renaming of its columns.
-        format: name from `FORMATS` that the run or the rows before it have; None recognises it.
-
-    Raises:
-        BadSampleError: as `recognised`, or the row has another format.
-        ValueError: there is no such format.
-    """
-    if format is None:
-        return recognised(row)
-    if format not in FORMATS:
-        raise ValueError(f"format is {format!r}; use one of {', '.join(FORMATS)}")
-    try:
-        found = recognised(row)
-    except BadSampleError as error:
-        if error.kind != "ambiguous" or format not in _AMBIGUOUS:
-            raise
-        return format
-    if found not in (format, _READ_TOO.get(format)):
-        raise BadSampleError(
-            "other_format",
-            f"the row has the format {found}, and its source the format {format} (by data.format "
-            f"or its first row): {_SET}, or put other rows into a source of their own",
-        )
-    return format
+def parse_record(
+    record: Mapping[str, Any], directory: Path | None = None, **settings: Any
+) -> Conversation:
+    """The conversation of a record of any format; see `RowReader`, and `RowSettings`."""
+    return RowReader(RowSettings(**settings))(record, directory)
 
 
-def _format_of_list(row: Mapping[str, Any], name: str) -> str:
-    """The format of a row with a list of turns, by its first turn."""
-    messages = from_text(row[name], literal=True)
-    first = messages[0] if isinstance(messages, list | tuple) and messages else None
-    if not isinstance(first, Mapping) or first.get("role") is not None:
-        return "messages"
-    if first.get("from") is not None:
-        has_media = not (is_empty(row.get("image")) and is_empty(row.get("video")))
-        return "llava" if has_media else "sharegpt"
-    keys = {key for key, value in first.items() if value is not None}
-    is_pair = all(keys & {*side} for side in PAIR_KEYS.values())
-    return "sharegpt" if is_pair else "messages"
+def _opened(kind: str, source: Any, folder: MediaFolder) -> Any:
+    """A source that can be opened: a path, bytes, or an object in memory."""
+    if isinstance(source, _IN_MEMORY):
+        return source
+    if isinstance(source, list):
+        return FrameFiles(tuple(_opened("image", frame, folder) for frame in source))
+    return media_source(source, kind, f"{kind} source", folder)
 
 
-def _canonical_row(
-    row: Mapping[str, Any], settings: RowSettings, format: str, needs_tags: bool
-) -> CanonicalRow:
-    """The canonical form of a row with `messages`.
-
-    Args:
-        row: without null values.
-        format: name of the format that the row had.
-        needs_tags: refuse media without a place, instead of putting them in front.
-
-    Raises:
-        BadSampleError: a key, a value or the order of the messages does not fit.
-    """
+def _canonical_row(row: Mapping[str, Any], settings: RowSettings, format: str) -> Conversation:
+    """The canonical form of a row with `messages` that had a format, without null values."""
     extras = extras_of(row)
     objects = grounding.read_objects(row.get("objects"))
     has_objects = objects is not None
@@ -240,11 +172,11 @@ def _canonical_row(
     ]
     set_targets(drafts, row.get("label"), settings)
     drafts = _with_system(drafts, row, has_objects)
-    fill_places(drafts, row, needs_tags)
+    fill_places(drafts, row, FORMATS[format].needs_tags)
     turns = joined_turns(drafts)
     if any(turn.role == "tool" for turn in turns):
         turns = tool_calls.with_ordered_answers(turns)
-    canonical = CanonicalRow(
+    canonical = Conversation(
         [as_message(turn) for turn in turns],
         format,
         tools,
@@ -423,8 +355,7 @@ def _with_system(drafts: list[Draft], row: Mapping[str, Any], has_objects: bool)
 def _template_settings(value: Any) -> dict[str, Any]:
     settings = {} if is_empty(value) else from_text(value)
     if not isinstance(settings, Mapping):
-        reason = f"'chat_template_kwargs' is {brief(value)!r}; an object is needed"
-        raise BadSampleError("missing_key", reason)
+        raise wrong("'chat_template_kwargs'", value, "an object is needed")
     check_template_settings(settings)
     return {key: each for key, each in settings.items() if each is not None}
 

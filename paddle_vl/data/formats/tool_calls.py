@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paddle_vl.data.formats.canonical import CanonicalRow, Draft
-from paddle_vl.data.formats.keys import from_text, is_empty, refuse_unknown
+from paddle_vl.data.formats.canonical import Conversation, Draft
+from paddle_vl.data.formats.keys import check_keys, from_text, is_empty
 from paddle_vl.data.formats.tool_schemas import schema_without_nulls, without_nulls
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import brief
@@ -115,9 +115,7 @@ def _call(call: Any, where: str, schemas: Schemas) -> tuple[dict[str, Any], str 
     outer, inner = ("type", "id", "index", "function"), ("name", "arguments", "parsed_arguments")
     known = (("call", call, outer), ("function", function, inner))
     for what, given, keys in known if "function" in call else (("call", call, outer + inner),):
-        for key in given:
-            if key not in keys:
-                refuse_unknown(key, f"a {what} of {where}", keys)
+        check_keys(given, f"a {what} of {where}", keys)
     name, given = function["name"], function.get("arguments", "")
     arguments = from_text(given)
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
@@ -199,7 +197,7 @@ def _ordered(answers: list[Draft], turn: Draft) -> list[Draft]:
     return answers
 
 
-def check_calls(row: CanonicalRow, places: Sequence[str]) -> None:
+def check_calls(row: Conversation, places: Sequence[str]) -> None:
     """Check that every answer of a tool has a call, and every call a tool of the row.
 
     Args:

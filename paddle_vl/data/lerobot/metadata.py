@@ -123,11 +123,6 @@ class Metadata:
         return [name for name, f in self.features.items() if f.is_camera and not f.is_depth]
 
 
-def is_lerobot(path: str | Path) -> bool:
-    """Whether a path is the folder of a LeRobot dataset."""
-    return (Path(path) / INFO).is_file()
-
-
 def read_metadata(root: str | Path) -> Metadata:
     """Read what a dataset's folder says about itself.
 

@@ -4,9 +4,8 @@ What lerobot wrote may be wrong: version 0.4.4 has standard deviations of images
 quantiles of a whole dataset are means or bounds of those of its episodes. Statistics that
 `paddle-vl compute-stats` wrote beside them take precedence, feature by feature.
 
-Quantiles are exact in bounded memory. Numbers are read several times: every pass finds the next
-bits of all order statistics at once, from histograms of the values whose first bits fit. Pixels
-have so few values that one histogram is enough; depth counts in whole millimetres up to 65 m.
+Quantiles are exact. The numbers of one feature are in memory at a time, in float64. Pixels have so
+few values that one histogram is enough; depth counts in whole millimetres up to 65 m.
 """
 
 import json
@@ -28,10 +27,7 @@ STATS = "meta/stats.json"
 STATS_OF_EPISODES = "meta/episodes_stats.jsonl"
 RECOMPUTED = "meta/recomputed_stats.json"
 QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
-# Bits that each pass over the numbers finds.
-_WIDTHS = (12, 12, 12, 12, 12, 4)
-# Numbers and images in memory at once.
-_ROWS_AT_ONCE = 1 << 16
+# Images in memory at once.
 _FRAMES_AT_ONCE = 16
 _DEPTH_LEVELS = 1 << 16
 _PIXEL_LEVELS = 1 << 8
@@ -166,7 +162,8 @@ def recomputed_statistics(
     Raises:
         BadSampleError: a frame cannot be read, or a number is not finite; says which.
     """
-    found = _of_numbers(dataset)
+    numbers = [name for name, feature in dataset.features.items() if feature.is_number]
+    found = {name: _of_numbers(dataset, name) for name in numbers}
     cameras = [name for name, feature in dataset.features.items() if feature.is_camera]
     for name in cameras if with_images else ():
         jobs = ((name, place) for place in range(len(dataset.episodes)))
@@ -225,113 +222,33 @@ def _of_levels(counts: np.ndarray, levels: np.ndarray) -> dict[str, float]:
     }
     ends = counts.cumsum()
     for stat, share in QUANTILES.items():
-        low, high = (
-            levels[np.searchsorted(ends, rank, side="right")] for rank in _ranks(share, total)
-        )
-        found[stat] = _between(low, high, share, total)
+        position = share * (total - 1)
+        ranks = int(position), min(int(position) + 1, total - 1)
+        low, high = levels[np.searchsorted(ends, ranks, side="right")]
+        found[stat] = low + (high - low) * (position % 1)
     return found
 
 
-def _of_numbers(dataset: LeRobotDataset) -> Statistics:
-    names = [name for name, feature in dataset.features.items() if feature.is_number]
-    sizes = [int(np.prod(dataset.features[name].shape)) for name in names]
-    total, width = len(dataset), sum(sizes)
-    # Ranks of the values that quantiles lie between, and the bits found of each value.
-    wanted = [rank for share in QUANTILES.values() for rank in _ranks(share, total)]
-    ranks = np.tile(np.array(wanted), [width, 1])
-    prefixes = np.zeros([width, len(wanted)], dtype=np.uint64)
-    least, most = np.full(width, np.inf), np.full(width, -np.inf)
-    mean, squares, shift = np.zeros(width), np.zeros(width), 64
-    for number, bits in enumerate(_WIDTHS):
-        shift -= bits
-        counts = np.zeros([*prefixes.shape, 1 << bits], dtype=np.int64)
-        for values in _matrices(dataset, names):
-            if number == 0:
-                least, most = np.minimum(least, values.min(0)), np.maximum(most, values.max(0))
-                mean += values.sum(axis=0) / total
-            elif number == 1:
-                squares += ((values - mean) ** 2).sum(axis=0)
-            keys = _ordered(values)
-            digits = (keys >> np.uint64(shift)) & np.uint64((1 << bits) - 1)
-            firsts = keys >> np.uint64(shift) >> np.uint64(bits)
-            for column in range(width):
-                # Neighbouring ranks mostly have their first bits in common.
-                for rank, prefix in enumerate(prefixes[column]):
-                    if rank and prefix == prefixes[column, rank - 1]:
-                        counts[column, rank] = counts[column, rank - 1]
-                        continue
-                    own = digits[firsts[:, column] == prefix, column].astype(np.int64)
-                    counts[column, rank] += np.bincount(own, minlength=1 << bits)
-        ends = counts.cumsum(axis=2)
-        digit = (ends <= ranks[..., None]).sum(axis=2)
-        before = np.take_along_axis(ends - counts, digit[..., None], axis=2)[..., 0]
-        ranks -= before
-        prefixes = (prefixes << np.uint64(bits)) | digit.astype(np.uint64)
-    ordered = _numbers(prefixes)
-    stats = {"min": least, "max": most, "mean": mean, "std": np.sqrt(squares / total)}
-    for place, (stat, share) in enumerate(QUANTILES.items()):
-        low, high = ordered[:, 2 * place], ordered[:, 2 * place + 1]
-        stats[stat] = _between(low, high, share, total)
-    parts = {stat: np.split(values, np.cumsum(sizes)[:-1]) for stat, values in stats.items()}
-    return {
-        name: {stat: parts[stat][i].reshape(dataset.features[name].shape) for stat in stats}
-        | {"count": np.array([total])}
-        for i, name in enumerate(names)
-    }
-
-
-def _matrices(dataset: LeRobotDataset, names: Sequence[str]) -> Iterator[np.ndarray]:
-    """The numbers of all frames, those of several episodes at once: `[frames, values]` float64."""
-    pending, count = [], 0
+def _of_numbers(dataset: LeRobotDataset, name: str) -> FeatureStatistics:
+    """Statistics of a feature's numbers in all frames."""
+    pieces = []
     for place, episode in enumerate(dataset.episodes):
-        with dataset.at_place(dataset.first(place)):
-            rows = np.arange(episode.length)
-            columns = [
-                np.reshape(dataset.values(episode, name, rows), [episode.length, -1])
-                for name in names
-            ]
-        values = np.concatenate(columns, axis=1).astype(np.float64)
-        if len(wrong := np.argwhere(~np.isfinite(values))):
+        with dataset.at_place(first := dataset.first(place)):
+            found = dataset.values(episode, name, np.arange(episode.length))
+        piece = np.reshape(found, [episode.length, -1]).astype(np.float64)
+        if len(wrong := np.argwhere(~np.isfinite(piece))):
             row, column = wrong[0]
-            owner = str(np.repeat(names, [each.shape[1] for each in columns])[column])
             raise BadSampleError(
                 "not_finite",
-                f"{owner!r} holds {values[row, column]}: correct it, or leave the episode out "
+                f"{name!r} holds {piece[row, column]}: correct it, or leave the episode out "
                 "(--excluded-episodes)",
-                dataset.place(dataset.first(place) + int(row)),
+                dataset.place(first + int(row)),
             )
-        pending.append(values)
-        count += len(values)
-        if count >= _ROWS_AT_ONCE or episode is dataset.episodes[-1]:
-            yield np.concatenate(pending)
-            pending, count = [], 0
-
-
-def _ranks(share: float, count: int) -> tuple[int, int]:
-    """The neighbouring ranks that a quantile of so many values lies between."""
-    low = int(share * (count - 1))
-    return low, min(low + 1, count - 1)
-
-
-def _between(low: Any, high: Any, share: float, count: int) -> Any:
-    """A quantile from its neighbours, rounded as NumPy does."""
-    position = share * (count - 1)
-    fraction = position - int(position)
-    if fraction >= 0.5:
-        return high - (high - low) * (1 - fraction)
-    return low + (high - low) * fraction
-
-
-_SIGN = np.uint64(1 << 63)
-
-
-def _ordered(values: np.ndarray) -> np.ndarray:
-    """Whole numbers in the order of the float64 values."""
-    # -0.0 becomes 0.0.
-    bits = (values + 0.0).view(np.uint64)
-    return np.where(bits & _SIGN, ~bits, bits | _SIGN)
-
-
-def _numbers(keys: np.ndarray) -> np.ndarray:
-    """The inverse of `_ordered`."""
-    return np.where(keys & _SIGN, keys & ~_SIGN, ~keys).view(np.float64)
+        pieces.append(piece)
+    values = np.concatenate(pieces)
+    stats = {"min": values.min(0), "max": values.max(0), "mean": values.mean(0)}
+    stats["std"] = values.std(0)
+    stats |= zip(QUANTILES, np.quantile(values, [*QUANTILES.values()], axis=0), strict=True)
+    shape = dataset.features[name].shape
+    of_shape = {stat: each.reshape(shape) for stat, each in stats.items()}
+    return of_shape | {"count": np.array([len(values)])}

@@ -19,7 +19,7 @@ from PIL import Image
 from paddle_vl.config.row_sources import RowSourceConfig, Strategy
 from paddle_vl.data import media_file
 from paddle_vl.data.corpus.opener import ShardOpener
-from paddle_vl.data.formats.canonical import MEDIA, CanonicalRow, check_targets
+from paddle_vl.data.formats.canonical import Conversation
 from paddle_vl.data.formats.keys import BOX_TOKENS, RowSettings
 from paddle_vl.data.formats.reader import to_canonical
 from paddle_vl.data.formats.tool_schemas import without_nulls
@@ -109,18 +109,15 @@ class _RowWriter:
     def line(self, row: dict[str, Any]) -> bytes:
         settings = replace(self.settings, image_size=self._size)
         canonical = to_canonical(row, settings, format=self.format)
-        check_targets(canonical)
-        for message in canonical.messages:
-            for part in message["content"]:
-                if (kind := part["type"]) in MEDIA:
-                    part[kind] = self._source(part[kind], kind)
+        canonical.check_targets()
+        canonical = canonical.with_sources(lambda kind, source: self._source(source, kind))
         record = {**_with_nulls(canonical.to_dict()), **self._without_bytes(canonical.extras)}
         line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
         self._check_line(line, canonical)
         self.format = canonical.format
         return line
 
-    def _check_line(self, line: bytes, canonical: CanonicalRow) -> None:
+    def _check_line(self, line: bytes, canonical: Conversation) -> None:
         """Check that the line is read as the row."""
         settings = RowSettings(special_tokens=BOX_TOKENS)
         try:

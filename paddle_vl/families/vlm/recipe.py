@@ -11,6 +11,7 @@ from paddle_vl.checkpoint.safetensors_io import FileWriter
 from paddle_vl.config.data_sources import has_sources
 from paddle_vl.config.families import EncoderShape, ModelShape
 from paddle_vl.data.corpus.loader import CorpusLoader
+from paddle_vl.data.formats.reader import RowReader
 from paddle_vl.data.loader import Packing, PrefetchLoader
 from paddle_vl.data.packing import RowBudget
 from paddle_vl.data.sample_lengths import sample_lengths
@@ -28,7 +29,6 @@ from paddle_vl.families.vlm.inputs.collate import (
     SourcesCollator,
     VLCollator,
 )
-from paddle_vl.families.vlm.inputs.conversation import RowReader
 from paddle_vl.families.vlm.inputs.corpus import Corpus
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.open_data import open_conversations
@@ -45,7 +45,7 @@ from paddle_vl.families.vlm.training.colocated import (
     VisualEncoder,
 )
 from paddle_vl.families.vlm.training.objective import VLBatchAdapter, VLLoss, sliced
-from paddle_vl.families.vlm.training.own_pixels import with_own_pixels, without_pixels
+from paddle_vl.families.vlm.training.own_pixels import with_own_pixels
 from paddle_vl.families.vlm.training.pipeline import VLStage, layer_costs
 from paddle_vl.generation.config import GenerationConfig
 from paddle_vl.nn.linear import default_dtype
@@ -245,8 +245,6 @@ class VLRecipe(Family):
         # The colocated schedule divides the items of all micro-batches of a step.
         is_plain = self.config.parallel.schedule == "plain"
         loader.own_rows = self._own_rows(is_plain)
-        loader.lighter = without_pixels
-        loader.needs_all = self._has_tower or not is_plain
 
     def _own_rows(self, is_plain: bool) -> Callable[[Any], Any] | None:
         context, part, expert_part = self._ops.context, self._ops.row_part, self._ops.expert_part

@@ -17,10 +17,10 @@ from paddle_vl.checkpoint.safetensors_io import (
     read_header,
     write_file,
 )
+from paddle_vl.data.formats.reader import parse_record
 from paddle_vl.families.pi07.config import PLANNER_TYPE, PI07Config, PI07PlannerConfig
 from paddle_vl.families.policy.tokenizers import ActionTokenizer, PromptTokenizer
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
-from paddle_vl.families.vlm.inputs.conversation import parse_record
 from paddle_vl.families.vlm.inputs.processor import Qwen3VLProcessor
 from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer
 from paddle_vl.generation.config import GenerationConfig

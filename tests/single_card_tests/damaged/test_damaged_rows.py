@@ -20,18 +20,18 @@ from tokenizers import Tokenizer
 from paddle_vl.config.row_sources import STOPPING
 from paddle_vl.data.corpus.cache import Cache
 from paddle_vl.data.corpus.opener import ShardOpener
+from paddle_vl.data.formats.canonical import Conversation
+from paddle_vl.data.formats.dialects import FORMATS
 from paddle_vl.data.formats.keys import BOX_TOKENS, RowSettings
-from paddle_vl.data.formats.reader import FORMATS, to_canonical
+from paddle_vl.data.formats.reader import to_canonical
 from paddle_vl.data.jsonl import BadSampleError, parse_object, sample_at
 from paddle_vl.data.rows.dataset_info import DatasetInfo
 from paddle_vl.data.rows.mixture import draws_of
 from paddle_vl.data.rows.row_file import open_rows
 from paddle_vl.data.rows.spelling import row_sources, strategy_of, weighted
-from paddle_vl.families.vlm.inputs.conversation import Conversation
-from paddle_vl.families.vlm.inputs.tokenizer import VideoPrompt
 from paddle_vl.families.vlm.templates import environment
 from paddle_vl.families.vlm.templates.built_in import JINJA_TEMPLATE
-from paddle_vl.families.vlm.templates.encoding import TemplateEncoder
+from paddle_vl.families.vlm.templates.encoding import TemplateEncoder, VideoPrompt
 from paddle_vl.families.vlm.templates.rendering import ChatTemplateRenderer
 from paddle_vl.families.vlm.templates.template_files import read_folder_templates, special_tokens
 from tests.single_card_tests.damaged.checking import check
@@ -246,7 +246,7 @@ def encoder_of(folder: Path) -> TemplateEncoder:
 def conversation(row: dict[str, Any]) -> Conversation:
     """A row in the canonical form."""
     tools, variables = row.get("tools", ()), row.get("chat_template_kwargs", {})
-    return Conversation.of(row["messages"], tools, variables)
+    return Conversation(row["messages"], tools=tools, chat_template_kwargs=variables)
 
 
 def refusal_of(row: dict[str, Any], encoders: Sequence[TemplateEncoder]) -> BadSampleError | None:

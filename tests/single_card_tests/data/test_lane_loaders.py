@@ -154,26 +154,3 @@ def test_who_waits_says_for_whom_and_may_leave(monkeypatch):
         found = pool.submit(next, other)
         assert next(reader)["pixels"].tolist() == found.result()["pixels"].tolist()
     assert told is not other.while_waiting
-
-
-def test_ranks_of_another_machine_get_lighter_batches_from_its_first():
-    feeding, source = socket.socketpair()
-    serving, taking = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    reader, first, second = (
-        PrefetchLoader(dataset(8), arrays, 2, num_workers=0, **TRAINING)
-        for dataset in (NumberDataset, UnreadDataset, UnreadDataset)
-    )
-    reader.share = LaneShare(4, [], reads=True)
-    reader.share.machines.append(feeding)
-    reader.lighter = lambda batch: {**batch, "pixels": batch["pixels"][:1]}
-    first.share = LaneShare(4, [serving], reads=False, source=source)
-    second.share = LaneShare(6, [taking], reads=False)
-    for _ in range(2):
-        whole, *light = (next(loader)["pixels"] for loader in (reader, first, second))
-        assert len(whole) > 1
-        for found in light:
-            np.testing.assert_array_equal(found, whole[:1])
-    assert first.state_dict() == second.state_dict() == reader.state_dict()
-    feeding.close()
-    with pytest.raises(RuntimeError, match="rank 4, which reads the data of this rank's lane, has"):
-        next(first)

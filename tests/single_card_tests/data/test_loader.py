@@ -4,7 +4,8 @@ Guarantees: workers and prefetching do not change the stream; it continues uncha
 saved position; a bad sample's error has its place, also from a worker; skipped samples are counted,
 and left out or replaced by others of the whole mix, and a dataset of bad samples ends in an error;
 a dead worker is reported; workers load neither Paddle nor the main script; closing ends them.
-Packed rows are in `test_packed_loader`.
+Epochs of packed rows differ in their number of batches; bad samples are left out of them, and
+samples that have grown are refused.
 """
 
 import itertools
@@ -22,16 +23,19 @@ import numpy as np
 import pytest
 
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.data.loader import PrefetchLoader
+from paddle_vl.data.loader import Packing, PrefetchLoader
+from paddle_vl.data.packing import RowBudget, SampleLengths
 from paddle_vl.data.worker_pool import WorkerPool
 from paddle_vl.families.vlm.inputs.collate import VLCollator
 from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
 from tests.single_card_tests.data.probe_datasets import (
     DyingDataset,
     HeldDataset,
+    LongDataset,
     NumberDataset,
     die_halfway,
     stack_numbers,
+    stack_rows,
 )
 from tests.single_card_tests.families.qwen3_vl.chat_builders import (
     question,
@@ -50,6 +54,14 @@ def loader(dataset, batch_size=3, **options):
 
 def take(batches, count):
     return [batch["numbers"] for batch in itertools.islice(batches, count)]
+
+
+def run(*program: str) -> subprocess.CompletedProcess:
+    """A Python program to its end, and to that of all that hold its output open."""
+    return subprocess.run(
+        [sys.executable, *program], capture_output=True, text=True, timeout=60,
+        env={"PYTHONPATH": str(Path(__file__).parents[3])},
+    )  # fmt: skip
 
 
 EXPECTED = take(loader(NumberDataset(10), **TRAIN), 12)
@@ -207,17 +219,11 @@ def test_workers_load_neither_paddle_nor_the_main_script(tmp_path):
         "        print(pid != os.getpid(), has_paddle, has_main)\n"
         "print(__file__ == sys.argv[0])\n"
     )
-    result = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": str(Path(__file__).parents[3])},
-    )
+    result = run(str(script))
     assert result.stdout.split() == ["True", "0", "0"] * 2 + ["True"], result.stderr
 
 
 def test_workers_end_with_a_main_process_that_is_killed():
-    """Workers hold its output open, so the call returns when the last one has ended."""
     program = (
         "import os, signal\n"
         "from tests.single_card_tests.data.test_loader import NumberDataset, TRAIN, loader\n"
@@ -226,13 +232,7 @@ def test_workers_end_with_a_main_process_that_is_killed():
         "print('loaded', flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=20,
-        env={"PYTHONPATH": str(Path(__file__).parents[3])},
-    )
+    result = run("-c", program)
     assert (result.stdout, result.returncode) == ("loaded\n", -signal.SIGKILL)
 
 
@@ -246,13 +246,7 @@ def test_the_first_worker_of_a_process_leaves_signals_to_it():
         "    (worker,) = multiprocessing.active_children()\n"
         "    print(open(f'/proc/{worker.pid}/status').read())\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"PYTHONPATH": str(Path(__file__).parents[3])},
-    )
+    result = run("-c", program)
     (blocked,) = (
         int(line.split()[1], 16) for line in result.stdout.splitlines() if line[:7] == "SigBlk:"
     )
@@ -303,3 +297,91 @@ def test_conversations_give_the_same_batches_in_workers(tmp_path):
             assert expected.keys() == batch.keys()
             for key, value in expected.items():
                 np.testing.assert_array_equal(batch[key], value)
+
+
+# Packed rows.
+
+SIZES = SampleLengths(np.arange(60) % 7 + 1, np.zeros(60, dtype=np.int64))
+PACKED = {"shuffle": True, "drop_last": False, "seed": 5, "packing": Packing(SIZES, RowBudget(10))}
+
+
+def packed_loader(dataset=None, batch_size=2, **options):
+    return PrefetchLoader(dataset or LongDataset(60), stack_rows, batch_size, **PACKED | options)
+
+
+@pytest.fixture(scope="module")
+def small_windows():
+    """Small windows, so that packing depends on the order."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paddle_vl.data.packing.WINDOW", 12)
+        patch.setattr("paddle_vl.data.packing._CARRIED", 3)
+        yield
+
+
+@pytest.fixture(scope="module")
+def packed_stream(small_windows) -> list:
+    """Four epochs with different numbers of batches."""
+    batches = packed_loader()
+    counts = [batches.batches_in(epoch + 1) - batches.batches_in(epoch) for epoch in range(4)]
+    assert len(set(counts)) > 1, counts
+    return take(batches, sum(counts))
+
+
+def test_packed_epochs_have_every_sample_once(packed_stream):
+    batches, stream = packed_loader(), iter(packed_stream)
+    for epoch in range(4):
+        assert batches.epoch == epoch
+        count = len(batches)
+        assert take(batches, count) == (own := list(itertools.islice(stream, count)))
+        assert sorted(n for batch in own for row in batch for n in row) == list(range(60))
+        assert {len(batch) for batch in own} == {2}
+
+
+@pytest.mark.parametrize(("num_workers", "prefetch"), [(1, 1), (2, 5)])
+def test_packed_stream_does_not_depend_on_workers(packed_stream, num_workers, prefetch):
+    options = {"num_workers": num_workers, "prefetch_batches": prefetch}
+    with packed_loader(**options) as batches:
+        assert take(batches, len(packed_stream)) == packed_stream
+
+
+@pytest.mark.parametrize("stop", [0, 1, 11, 12, 13, 30])
+def test_packed_stream_goes_on_from_every_position_and_in_other_processes(packed_stream, stop):
+    interrupted = packed_loader()
+    take(interrupted, stop)
+    state = json.loads(json.dumps(interrupted.state_dict()))
+    ranks = [packed_loader(batch_size=1, rank=rank, size=2) for rank in range(2)]
+    for loader in ranks:
+        loader.load_state_dict(state)
+    for wanted in packed_stream[stop:]:
+        assert [row for loader in ranks for row in next(loader)["numbers"]] == wanted
+
+
+def test_other_rows_cannot_be_resumed():
+    state = packed_loader().state_dict()
+    with pytest.raises(ValueError, match="packing_length was 10 and is 11"):
+        packed_loader(packing=Packing(SIZES, RowBudget(11))).load_state_dict(state)
+    grown = SampleLengths(SIZES.tokens + 1, SIZES.vision)
+    with pytest.raises(ValueError, match="sample_lengths was"):
+        packed_loader(packing=Packing(grown, RowBudget(10))).load_state_dict(state)
+    with pytest.raises(ValueError, match="shuffle was None and is True"):
+        PrefetchLoader(LongDataset(60), stack_rows, 2, **TRAIN).load_state_dict(state)
+
+
+def test_bad_samples_leave_their_packed_rows(packed_stream):
+    with pytest.raises(BadSampleError, match=r"data\.jsonl:\d+: this one is bad"):
+        take(packed_loader(LongDataset(60, bad=range(0, 60, 9))), 15)
+    batches = packed_loader(LongDataset(60, bad=[3, 4], on_bad_sample="skip"))
+    wanted = [[[n for n in row if n not in (3, 4)] for row in batch] for batch in packed_stream]
+    assert take(batches, len(wanted)) == wanted
+    assert batches.skipped == {"bad_kind": 8}
+
+
+def test_samples_that_grew_since_they_were_measured_are_refused():
+    half = SampleLengths(np.maximum(SIZES.tokens // 2, 1), SIZES.vision)
+    with pytest.raises(RuntimeError, match=r"measured to fit a row of 10 tokens and have \d\d"):
+        take(packed_loader(packing=Packing(half, RowBudget(10))), 5)
+
+
+def test_packed_rows_are_for_training():
+    with pytest.raises(ValueError, match="packed rows are shuffled and leave no sample out"):
+        packed_loader(drop_last=True)

@@ -7,6 +7,7 @@ are decoded one at a time up to the last
 requested one; every error names the problem and the remedy; only files need PyAV.
 """
 
+import shutil
 import sys
 import warnings
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 import av
 import numpy as np
 import pytest
+from PIL import Image
 
 from paddle_vl.data import video_reader
 from paddle_vl.data.jsonl import BadSampleError
@@ -145,41 +147,44 @@ def read_all(path):
     return list(video.frames(range(video.num_frames)))
 
 
-def bad_files(folder):
-    front = {"movflags": "faststart"}
-    empty, text = folder / "empty.mp4", folder / "text.mp4"
-    empty.touch()
-    text.write_text("not a video")
-    fragments = {"movflags": "frag_keyframe+empty_moov"}
-    damaged = write_video(folder / "damaged.mp4", 20, codec="mpeg4")
-    content = bytearray(damaged.read_bytes())
+def damaged(path):
+    content = bytearray(path.read_bytes())
     content[len(content) // 3 : len(content) // 3 + 400] = b"\xff" * 400
-    damaged.write_bytes(content)
-    return {
-        "missing": (folder / "gone.mp4", "missing_video", r"no file .*gone\.mp4"),
-        "folder": (folder, "missing_video", "no file"),
-        "empty": (empty, "unreadable_video", "cannot be decoded .*again"),
-        "text": (text, "unreadable_video", "cannot be decoded .*again"),
-        "sound": (write_sound(folder / "a.wav"), "unreadable_video", "no video .* only: audio"),
-        "one frame": (write_video(folder / "1.mp4", 1), "too_few_frames", r"1 frame\(s\).* 2 "),
-        "mp4 end": (cut_off(write_video(folder / "b.mp4", 40), 0.9), "unreadable_video", "decoded"),
-        "mp4 frames": (
-            cut_off(write_video(folder / "c.mp4", 40, **front), 0.9), "unreadable_video", "decoded",
-        ),
-        "mp4 fragment": (
-            cut_off(write_video(folder / "d.mp4", 40, **fragments), 0.9), "unreadable_video",
-            "decoded",
-        ),
-        "damaged": (damaged, "unreadable_video", "decoded|damaged"),
-    }  # fmt: skip
+    path.write_bytes(content)
+    return path
 
 
-@pytest.mark.parametrize("kind", [
-    "missing", "folder", "empty", "text", "sound", "one frame", "mp4 end", "mp4 frames",
-    "mp4 fragment", "damaged",
-])  # fmt: skip
+def text(path, content=""):
+    path.write_text(content)
+    return path
+
+
+BAD = {
+    "missing": (lambda path: path, "missing_video", r"no file .*a\.mp4"),
+    "folder": (lambda path: path.parent, "missing_video", "no file"),
+    "empty": (text, "unreadable_video", "cannot be decoded .*again"),
+    "text": (lambda path: text(path, "not a video"), "unreadable_video", "cannot be .*again"),
+    "sound": (
+        lambda path: write_sound(path.with_suffix(".wav")), "unreadable_video",
+        "no video .* only: audio",
+    ),
+    "one frame": (lambda path: write_video(path, 1), "too_few_frames", r"1 frame\(s\).* 2 "),
+    "end": (lambda path: cut_off(write_video(path, 40), 0.9), "unreadable_video", "decoded"),
+    "frames": (
+        lambda path: cut_off(write_video(path, 40, movflags="faststart"), 0.9), "unreadable_video",
+        "decoded",
+    ),
+    "damaged": (
+        lambda path: damaged(write_video(path, 20, codec="mpeg4")), "unreadable_video",
+        "decoded|damaged",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BAD)
 def test_file_that_is_no_good_is_refused_with_its_reason(tmp_path, kind):
-    path, fault, message = bad_files(tmp_path)[kind]
+    make, fault, message = BAD[kind]
+    path = make(tmp_path / "a.mp4")
     with pytest.raises(BadSampleError, match=message) as info:
         read_all(path)
     assert info.value.kind == fault
@@ -238,3 +243,87 @@ def test_pyav_is_needed_for_files_only(tmp_path, monkeypatch):
     assert open_video(VideoFrames(np.zeros((2, 4, 4, 3), np.uint8), 1.0)).num_frames == 2
     with pytest.raises(RuntimeError, match=r"a\.mp4: .*pip install 'av>=17'"):
         open_video(path)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_video(tmp_path / "real.mp4", 4, size=(16, 16))
+    write_video(tmp_path / "part.ts", 4, size=(16, 16))
+    for number in range(4):
+        Image.new("RGB", (16, 16)).save(tmp_path / f"f{number}.png")
+    return tmp_path
+
+
+PLAYLIST = "#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:2.0,\npart.ts\n#EXT-X-ENDLIST\n"
+SCRIPT = "ffconcat version 1.0\nfile real.mp4\n"
+NESTING = {
+    "a.m3u8": PLAYLIST,
+    "m3u8.mp4": PLAYLIST,
+    "a.ffconcat": SCRIPT,
+    "concat.mp4": SCRIPT,
+    "a.sdp": "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nm=video 5004 RTP/AVP 96\n",
+    "a.mpd": '<?xml version="1.0"?><MPD type="static"></MPD>',
+}
+
+
+@pytest.mark.parametrize("name", NESTING)
+def test_files_that_name_other_files_are_refused(folder, name):
+    (folder / name).write_text(NESTING[name])
+    with pytest.raises(BadSampleError, match="cannot be decoded as a video") as info:
+        open_video(folder / name)
+    assert info.value.kind == "unreadable_video"
+
+
+@pytest.mark.parametrize("name", ["a.m3u8", "a.ffconcat"])
+def test_ffmpeg_itself_would_open_them(folder, name):
+    """So this package, not FFmpeg, refuses them."""
+    (folder / name).write_text(NESTING[name])
+    with av.open(str(folder / name)) as container:
+        assert sum(1 for _ in container.decode(video=0)) == 4
+
+
+def test_a_pattern_of_pictures_is_refused(folder):
+    shutil.copy(folder / "f0.png", folder / "f%d.png")
+    with pytest.raises(BadSampleError, match="cannot be decoded as a video.*convert it to one of"):
+        open_video(folder / "f%d.png")
+
+
+@pytest.mark.parametrize("name", ["concat:real.mp4", "http:a.mp4", "a%d.mp4", "10:30.mp4"])
+def test_names_are_names(folder, name, monkeypatch):
+    """Also relative names that begin like an FFmpeg protocol."""
+    shutil.copy(folder / "real.mp4", folder / name)
+    monkeypatch.chdir(folder)
+    for path in (name, folder / name):
+        assert len(list(open_video(path).frames([0, 3]))) == 2
+
+
+@pytest.mark.parametrize(("name", "codec"), [
+    ("a.mov", "libx264"), ("a.flv", "flv"), ("a.asf", "mpeg4"), ("a.mpg", "mpeg1video"),
+    ("a.gif", "gif"),
+])  # fmt: skip
+def test_further_containers_are_opened(tmp_path, name, codec):
+    if codec == "gif":
+        frames = [Image.new("RGB", (16, 16), (50 * i, 0, 0)) for i in range(4)]
+        frames[0].save(tmp_path / name, save_all=True, append_images=frames[1:])
+    else:
+        write_video(tmp_path / name, 4, fps=25, codec=codec, size=(16, 16))
+    video = open_video(tmp_path / name)
+    assert len(list(video.frames(range(video.num_frames)))) == 4
+
+
+def test_frames_of_absurd_size_are_refused(folder, monkeypatch):
+    monkeypatch.setattr(video_reader, "_MOST_PIXELS", 100)
+    with pytest.raises(BadSampleError, match="frames of 16 x 16 pixels; at most 100"):
+        open_video(folder / "real.mp4")
+    # The header states a smaller size than the frames have.
+    monkeypatch.setattr(video_reader, "_check_stream", lambda stream: None)
+    with pytest.raises(BadSampleError, match="cannot be decoded as a video"):
+        list(open_video(folder / "real.mp4").frames([0]))
+
+
+def test_broken_letters_in_a_title_are_no_fault(tmp_path):
+    path = write_video(tmp_path / "a.mkv", 3, codec="mpeg4", title="XXXXXXXX")
+    content = path.read_bytes()
+    assert b"XXXXXXXX" in content
+    path.write_bytes(content.replace(b"XXXXXXXX", b"\xff" * 8))
+    assert open_video(path).num_frames == 3

@@ -36,22 +36,15 @@ def held(loader: PrefetchLoader, pipe: str):
         assert batch.result()["numbers"] == [0, 1, 2]
 
 
-def test_the_worker_that_is_at_a_sample_is_named(pipe):
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_who_is_at_a_sample_is_named(pipe, num_workers):
     dataset = HeldDataset(6, 1, pipe)
-    loader = PrefetchLoader(dataset, stack_numbers, 3, **EVALUATE, num_workers=1)
+    loader = PrefetchLoader(dataset, stack_numbers, 3, **EVALUATE, num_workers=num_workers)
     with held(loader, pipe):
-        pid = loader._pools[0]._workers[0].process.pid
-        assert loader.waiting_for() == (
-            f"batch 0 of epoch 0; worker 0 (process {pid}) is at data.jsonl:2"
-        )
-
-
-def test_without_workers_it_is_this_process_and_its_sample(pipe):
-    loader = PrefetchLoader(HeldDataset(6, 2, pipe), stack_numbers, 3, **EVALUATE)
-    with held(loader, pipe):
-        assert loader.waiting_for().endswith(
-            "this process prepares it itself (data.num_workers is 0) and is at data.jsonl:3"
-        )
+        who = "this process prepares it itself (data.num_workers is 0) and"
+        if num_workers:
+            who = f"worker 0 (process {loader._pools[0]._workers[0].process.pid})"
+        assert loader.waiting_for() == f"batch 0 of epoch 0; {who} is at data.jsonl:2"
 
 
 def test_a_process_that_collates_is_at_no_sample():
@@ -72,21 +65,21 @@ def test_the_batch_is_the_one_that_is_asked_for_on_its_rank():
     assert loader.waiting_for().startswith("batch 1 of epoch 0 of data-parallel rank 1; ")
 
 
-def described(workers: list) -> str:
-    """The wait for a batch whose job has the number 4."""
+AT_OTHERS = (
+    "no worker is at it: worker 0 (process 11) is at sample 7; worker 1 (process 12) has had no "
+    "batch yet"
+)
+
+
+@pytest.mark.parametrize(
+    ("workers", "said"),
+    [
+        ([WorkerProgress(0, 11, 3, 7), WorkerProgress(1, 12, None, None)], AT_OTHERS),
+        ([], "no worker is at it: none has started"),
+        ([WorkerProgress(0, 11, 4, None)], "worker 0 (process 11) is between samples"),
+    ],
+)
+def test_workers_are_told(workers, said):
+    """The wait is for a batch whose job has the number 4."""
     loader = PrefetchLoader(NumberDataset(20), stack_numbers, 3, **EVALUATE)
-    return loader._described(PendingBatch("batch 0 of epoch 0"), workers, 4)
-
-
-def test_workers_that_are_at_other_batches_are_told():
-    workers = [WorkerProgress(0, 11, job=3, sample=7), WorkerProgress(1, 12, job=None, sample=None)]
-    assert described(workers).endswith(
-        "no worker is at it: worker 0 (process 11) is at sample 7; worker 1 (process 12) has "
-        "had no batch yet"
-    )
-    assert described([]).endswith("no worker is at it: none has started")
-
-
-def test_a_worker_behind_its_last_sample_is_between_samples():
-    done = described([WorkerProgress(0, 11, 4, None)])
-    assert done.endswith("worker 0 (process 11) is between samples")
+    assert loader._described(PendingBatch("batch 0 of epoch 0"), workers, 4).endswith(f"; {said}")

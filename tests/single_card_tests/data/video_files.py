@@ -22,10 +22,12 @@ def write_video(
     fps: int = 10,
     codec: str = "libx264",
     size: tuple[int, int] = (32, 48),
+    title: str = "",
     **options: str,
 ) -> Path:
     """Write moving frames of `size` (height, width) with the container's options."""
     with av.open(str(path), "w", options=options) as container:
+        container.metadata["title"] = title
         stream = container.add_stream(codec, rate=fps)
         stream.height, stream.width = size
         stream.pix_fmt = "yuv420p"

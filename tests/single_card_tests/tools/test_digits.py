@@ -146,7 +146,7 @@ def test_directory_is_ready_for_a_run_with_four_visual_tokens_an_image(small):
         sample = dataset[len(dataset) - 1 - 200 * (split == "copies")]
         assert sample["image_grid_thw"].tolist() == [[1, 4, 4], [1, 4, 4]]
         assert np.count_nonzero(sample["input_ids"] == processor.image_token_id) == 8
-    assert dataset.conversation(0).extra == {"task": "single"}
+    assert dataset.conversation(0).extras == {"task": "single"}
 
 
 def test_only_what_is_complete_and_of_this_recipe_is_left_alone(small, monkeypatch):

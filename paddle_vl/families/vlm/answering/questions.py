@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from paddle_vl.batch.rows import IGNORE_INDEX
 from paddle_vl.config.families import FamilyEntry
 from paddle_vl.data.jsonl import BadSampleError, OnBadSample, sample_at
 from paddle_vl.data.loader import PrefetchLoader
@@ -20,7 +21,6 @@ from paddle_vl.families.vlm.evaluation.scorer import Question, Scorer, answer_to
 from paddle_vl.families.vlm.inputs.collate import VLCollator
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
-from paddle_vl.families.vlm.inputs.tokenizer import IGNORED_LABEL
 from paddle_vl.families.vlm.settings import EvalConfig
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class QuestionPrompts:
             )
         ids_L = prompt.pop("input_ids")[0]
         del prompt["attention_mask"]
-        ignored_L = np.full_like(ids_L, IGNORED_LABEL)
+        ignored_L = np.full_like(ids_L, IGNORE_INDEX)
         return {"input_ids": ids_L, "labels": ignored_L, "number": np.array(number), **prompt}
 
 
@@ -76,7 +76,7 @@ class PromptCollator:
     def filler(self) -> dict[str, np.ndarray]:
         """A prompt that nobody asks."""
         ids_L = np.array([self.collator.pad_token_id])
-        return {"input_ids": ids_L, "labels": np.full_like(ids_L, IGNORED_LABEL)}
+        return {"input_ids": ids_L, "labels": np.full_like(ids_L, IGNORE_INDEX)}
 
 
 class VLQuestions:

@@ -12,13 +12,13 @@ import yaml
 
 from paddle_vl.checkpoint.adapter_files import folder_with
 from paddle_vl.config.families import FamilyEntry
+from paddle_vl.data.formats.canonical import Conversation
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.data.media_file import brief
 from paddle_vl.families.base import Evaluation, EvaluationOptions, MeanLosses
 from paddle_vl.families.vlm.evaluation.metrics import Scored, conclusion, metric_named
 from paddle_vl.families.vlm.evaluation.suite import open_suite, read_suite
 from paddle_vl.families.vlm.folders.processor_fit import check_processor_fits, model_collator
-from paddle_vl.families.vlm.inputs.conversation import Conversation
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.open_data import open_conversations
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
@@ -322,7 +322,7 @@ def questions_in(dataset: ConversationData, number: int) -> list[Question]:
         ValueError: its `references` are no texts, or of several questions.
     """
     row, whole = dataset.row_of(number), dataset.conversation(number)
-    more, task = whole.extra.get("references") or [], whole.extra.get("task", NO_TASK)
+    more, task = whole.extras.get("references") or [], whole.extras.get("task", NO_TASK)
     is_texts = isinstance(more, list) and all(isinstance(each, str) for each in more)
     if more and (not is_texts or len(whole.targets) > 1):
         raise ValueError(

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -14,10 +14,11 @@ from pydantic import Field, field_validator
 
 from paddle_vl.config.load import load_section
 from paddle_vl.config.row_sources import RowSourceConfig
+from paddle_vl.data.formats.canonical import Conversation
 from paddle_vl.data.formats.keys import from_text, renamed
+from paddle_vl.data.formats.reader import RowReader
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.vlm.evaluation.metrics import conclusion, options_of
-from paddle_vl.families.vlm.inputs.conversation import Conversation, RowReader
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.open_data import open_conversations
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
@@ -136,7 +137,7 @@ class AskedRow(Conversation):
         others: further samples of the row.
     """
 
-    values: Mapping[str, Any]
+    values: Mapping[str, Any] = field(default_factory=dict)
     others: tuple["AskedRow", ...] = ()
 
     @property
@@ -192,7 +193,8 @@ class SuiteReader(RowReader):
         ]
         extras = {"references": references, "task": groups}
         values = {name: value for name, value in columns.items() if name not in suite.images}
-        return AskedRow(replace(conversation.row, extras=extras), values)
+        own: dict[str, Any] = {**vars(conversation), "extras": extras, "values": values}
+        return AskedRow(**own)
 
 
 def _parts(suite: Suite, columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -19,11 +19,11 @@ from paddle_vl.config.families import FamilyEntry
 from paddle_vl.families.vlm.answering.engines import ENGINES, EngineRules, Finding
 from paddle_vl.families.vlm.folders.processor_fit import check_processor_fits
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
-from paddle_vl.families.vlm.inputs.preprocessor_files import NESTED_CONFIG_FILE
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
 from paddle_vl.families.vlm.modeling.config import HEAD_KEY
 from paddle_vl.families.vlm.templates.template_files import (
+    NESTED_CONFIG_FILE,
     read_folder_templates,
     stored_templates,
 )

@@ -8,15 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from paddle_vl.batch.rows import IGNORE_INDEX
+from paddle_vl.data.formats.canonical import Conversation
+from paddle_vl.data.formats.reader import parse_record
 from paddle_vl.data.jsonl import BadSampleError, check_unicode
 from paddle_vl.data.media_file import ImageSource
 from paddle_vl.data.video_reader import VideoSource
 from paddle_vl.families.vlm.inputs.collate import SampleEncoder, joined_visual, pad_rows
-from paddle_vl.families.vlm.inputs.conversation import (
-    Conversation,
-    parse_record,
-)
-from paddle_vl.families.vlm.inputs.tokenizer import IGNORED_LABEL, TextTokenizer
+from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer
 from paddle_vl.files.names import Foreign, explains
 
 Message = Mapping[str, Any]
@@ -188,7 +187,7 @@ class ChatInputs(SampleEncoder):
         }
         if with_labels:
             labels = [sample["labels"] for sample in samples]
-            batch["labels"] = pad_rows(labels, length, IGNORED_LABEL, "left")
+            batch["labels"] = pad_rows(labels, length, IGNORE_INDEX, "left")
         return batch | joined_visual(samples)
 
 

@@ -22,11 +22,10 @@ from paddle_vl.batch.positions import (
 from paddle_vl.batch.rows import IGNORE_INDEX
 from paddle_vl.batch.schema import GRIDS, PIXELS, SOURCE_TARGETS, VLBatch
 from paddle_vl.batch.visual_index import RowPart, host_visual_indices
-from paddle_vl.families.vlm.inputs.conversation import Conversation
+from paddle_vl.data.formats.canonical import Conversation
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
-from paddle_vl.families.vlm.inputs.tokenizer import VideoPrompt
 from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
-from paddle_vl.families.vlm.templates.encoding import TemplateEncoder
+from paddle_vl.families.vlm.templates.encoding import TemplateEncoder, VideoPrompt
 
 PaddingSide = Literal["left", "right"]
 
@@ -116,7 +115,7 @@ class SampleEncoder:
     ) -> dict[str, np.ndarray]:
         """A sample, see `encode_sample`."""
         visual, num_image_tokens, video_prompts = media or self.media(conversation)
-        learns_all = conversation.row.train_on_prompt
+        learns_all = conversation.train_on_prompt
         chat = self.template.encode(
             conversation,
             num_image_tokens,

@@ -33,7 +33,7 @@ from paddle_vl.families.vlm.inputs.open_data import row_reader
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.settings import VLDataConfig
 
-# Local copies beyond the shards that are mixed at a time: lanes differ in their place.
+# Local copies beyond the shards that are mixed at a time: strands differ in their place.
 _SPARE_COPIES = 4
 
 
@@ -123,7 +123,7 @@ class Corpus:
         maker = RowMaker(
             self.sources,
             mix,
-            CorpusLoader.num_lanes(batch_size, size),
+            CorpusLoader.num_strands(batch_size, size),
             budget,
             one_piece=not data.packing,
             on_bad_sample=data.on_bad_sample,

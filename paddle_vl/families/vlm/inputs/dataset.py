@@ -18,7 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from paddle_vl.batch.rows import IGNORE_INDEX
+from paddle_vl.data.formats.canonical import Conversation
 from paddle_vl.data.formats.keys import unread_keys, unread_note
+from paddle_vl.data.formats.reader import RowReader
 from paddle_vl.data.jsonl import (
     MAX_LINE_BYTES,
     BadSampleError,
@@ -29,14 +32,12 @@ from paddle_vl.data.jsonl import (
 )
 from paddle_vl.data.media_file import source_size
 from paddle_vl.data.worker_pool import warn_once
-from paddle_vl.families.vlm.inputs.conversation import Conversation, RowReader
 from paddle_vl.families.vlm.inputs.preference import (
     REFERENCE,
     ComparedConversation,
     encoded_answers,
 )
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
-from paddle_vl.families.vlm.inputs.tokenizer import IGNORED_LABEL
 
 logger = logging.getLogger(__name__)
 # Lines of a file that are checked when it is opened: some seconds.
@@ -233,8 +234,8 @@ class MessagesDataset(ConversationData, LineIndex):
         conversation = self._parsed(line, file_number)
         reader = self._readers[file_number]
         if reader.format is None:
-            self._readers[file_number] = replace(reader, format=conversation.row.format)
-        self._unread[file_number].update(dict.fromkeys(unread_keys(conversation.extra)))
+            self._readers[file_number] = replace(reader, format=conversation.format)
+        self._unread[file_number].update(dict.fromkeys(unread_keys(conversation.extras)))
         return checked(conversation, self._processor)
 
 
@@ -272,7 +273,7 @@ def truncate_sample(
     if length <= max_length:
         return sample
     ids, labels = sample["input_ids"][:max_length], sample["labels"][:max_length]
-    if not (labels[1:] != IGNORED_LABEL).any():
+    if not (labels[1:] != IGNORE_INDEX).any():
         raise _too_long(length, max_length, "would remove every target token")
     cut = {**sample, "input_ids": ids, "labels": labels}
     for kind, token_id, pixels, grid in (

@@ -26,16 +26,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from paddle_vl.batch.rows import IGNORE_INDEX
 from paddle_vl.config.data_sources import DocumentFormat, SourceConfig
 from paddle_vl.data.corpus.document import EncodedDocument, Sample
 from paddle_vl.data.corpus.shard import needed, refuse_empty, text_of
+from paddle_vl.data.formats.canonical import Conversation
 from paddle_vl.data.formats.keys import unread_keys, unread_note
+from paddle_vl.data.formats.reader import RowReader
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import ImageSource, MediaFolder, brief, media_source
-from paddle_vl.families.vlm.inputs.conversation import Conversation, RowReader
 from paddle_vl.families.vlm.inputs.dataset import truncate_sample
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
-from paddle_vl.families.vlm.inputs.tokenizer import IGNORED_LABEL
 
 # Entries of a row of memory-mapped token files: ids, and optionally 0 where nothing is learned.
 TOKENS, MASK = "tokens", "mask"
@@ -66,7 +67,7 @@ class ImageDocument(EncodedDocument):
             marks = np.isin(ids, visual_marks(processor))
             starts = ids == processor.vision_start_token_id
             visual = ids == processor.image_token_id
-        labels = after_image(np.where(marks, IGNORED_LABEL, ids), marks, targets)
+        labels = after_image(np.where(marks, IGNORE_INDEX, ids), marks, targets)
         super().__init__(ids, labels, visual, marks, starts, is_whole)
         self._processor, self._images = processor, images
 
@@ -142,7 +143,7 @@ class DocumentEncoder:
             if self.source.targets in (None, "answers"):
                 conversation.check_targets()
             document = ConversationDocument(self, conversation)
-            document.note = unread_note(unread_keys(conversation.extra))
+            document.note = unread_note(unread_keys(conversation.extras))
             return document
         rules = MediaFolder(folder, self.reader.allow_outside, self.reader.remote)
         parts = parts_of(row, kind, rules)
@@ -169,7 +170,7 @@ class DocumentEncoder:
             return sample
         ids = sample["input_ids"]
         marks = np.isin(ids, visual_marks(processor))
-        labels = np.where(marks, IGNORED_LABEL, ids)
+        labels = np.where(marks, IGNORE_INDEX, ids)
         return {**sample, "labels": after_image(labels, marks, self.source.targets)}
 
     def _document(self, ids: np.ndarray, images: Sequence[ImageSource]) -> ImageDocument:
@@ -190,7 +191,7 @@ class DocumentEncoder:
         check_ids(ids[:-1] if has_end else ids, self.processor)
         document = self._document(ids if has_end else np.append(ids, end), [])
         if mask is not None:
-            document.labels[: len(mask)][mask == 0] = IGNORED_LABEL
+            document.labels[: len(mask)][mask == 0] = IGNORE_INDEX
         return document
 
 
@@ -208,7 +209,7 @@ def after_image(labels_L: np.ndarray, marks_L: np.ndarray, targets: str) -> np.n
     """The labels; with targets after_image without those in front of the first image."""
     if targets == "after_image":
         first = int(np.argmax(marks_L)) if marks_L.any() else len(marks_L)
-        labels_L[:first] = IGNORED_LABEL
+        labels_L[:first] = IGNORE_INDEX
     return labels_L
 
 

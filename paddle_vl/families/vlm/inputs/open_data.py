@@ -10,10 +10,10 @@ from paddle_vl.data.corpus.cache import Cache
 from paddle_vl.data.corpus.opener import ShardOpener, shard_kind
 from paddle_vl.data.corpus.shard import JsonlShard
 from paddle_vl.data.formats.keys import RowSettings
+from paddle_vl.data.formats.reader import RowReader
 from paddle_vl.data.remote import RemoteFile, RemoteSettings
 from paddle_vl.data.rows.dataset_info import DatasetInfo
 from paddle_vl.data.rows.spelling import row_sources
-from paddle_vl.families.vlm.inputs.conversation import RowReader
 from paddle_vl.families.vlm.inputs.dataset import ConversationData, MessagesDataset
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.inputs.rows_dataset import RowsDataset

@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from paddle_vl.batch.rows import IGNORE_INDEX
+from paddle_vl.data.formats.canonical import Conversation
 from paddle_vl.data.formats.preference import to_preference
+from paddle_vl.data.formats.reader import RowReader
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.vlm.inputs.collate import (
     VISUAL_KEYS,
@@ -25,8 +28,6 @@ from paddle_vl.families.vlm.inputs.collate import (
     joined_visual,
     sources_of_tokens,
 )
-from paddle_vl.families.vlm.inputs.conversation import Conversation, RowReader
-from paddle_vl.families.vlm.inputs.tokenizer import IGNORED_LABEL
 
 SIDES = ("chosen", "rejected")
 # Entries of a batch beside those of the model.
@@ -55,7 +56,7 @@ class ComparedConversation(Conversation):
 
     @property
     def branches(self) -> list[Conversation]:
-        own = Conversation(self.row)
+        own = self.with_messages(self.messages)
         return [own] if self.rejected is None else [own, self.rejected]
 
     @property
@@ -85,9 +86,9 @@ class PreferenceReader(RowReader):
         """See `RowReader`."""
         folder, settings = self.opening(directory)
         found = to_preference(row, settings)
-        chosen = self.opened(found.chosen, folder).row
+        chosen = vars(self.opened(found.chosen, folder))
         rejected = None if found.rejected is None else self.opened(found.rejected, folder)
-        return ComparedConversation(chosen, rejected, found.is_chosen)
+        return ComparedConversation(**chosen, rejected=rejected, is_chosen=found.is_chosen)
 
 
 def encoded_answers(
@@ -140,7 +141,7 @@ def _cut(sample: dict[str, np.ndarray], max_length: int | None) -> dict[str, np.
 
 
 def _prompt_length(labels_L: np.ndarray) -> int:
-    return int(np.argmax(labels_L != IGNORED_LABEL))
+    return int(np.argmax(labels_L != IGNORE_INDEX))
 
 
 class _Answer(NamedTuple):
@@ -259,7 +260,7 @@ class PreferenceCollator:
         """`[B, L]` float32, `ld_alpha` at tokens beyond the length of the shorter answer."""
         weights_BL = np.ones(batch["labels"].shape, dtype=np.float32)
         lengths_S = batch["answer_lengths"].astype(np.int64)
-        is_target_BL = batch["labels"] != IGNORED_LABEL
+        is_target_BL = batch["labels"] != IGNORE_INDEX
         for number in range(len(lengths_S)):
             shorter = lengths_S[number // 2 * 2 : number // 2 * 2 + 2].min()
             places = np.nonzero(is_target_BL & (batch["label_branches"] == number))
@@ -322,7 +323,7 @@ def _text(sample: Sample) -> dict[str, np.ndarray]:
 
 def _of_targets(batch: Mapping[str, Any]) -> np.ndarray:
     """Number of the answer that each target token belongs to."""
-    return batch["label_branches"][:, 1:][batch["labels"][:, 1:] != IGNORED_LABEL]
+    return batch["label_branches"][:, 1:][batch["labels"][:, 1:] != IGNORE_INDEX]
 
 
 def _answer_fields(

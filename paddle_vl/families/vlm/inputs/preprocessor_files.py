@@ -13,12 +13,11 @@ import numpy as np
 from PIL import Image
 from pydantic import Field
 
+from paddle_vl.families.vlm.templates.template_files import NESTED_CONFIG_FILE
 from paddle_vl.files.stored_settings import Listed, Number, check_mapping, checked
 from paddle_vl.files.text_file import read_json_object, shown, write_text
 
 V = TypeVar("V", bound="VisionProcessor")
-# File of transformers 5 with the settings of all processors, each under its name.
-NESTED_CONFIG_FILE = "processor_config.json"
 
 _REMEDY = "copy it from the checkpoint"
 # For pixels in [0, 1]; beyond it they would collapse to one value, or overflow.

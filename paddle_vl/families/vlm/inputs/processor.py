@@ -16,23 +16,22 @@ from paddle_vl.config.families import model_values
 from paddle_vl.data.formats.canonical import ROLES
 from paddle_vl.families.vlm.inputs.chat_inputs import ChatInputs
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
-from paddle_vl.families.vlm.inputs.preprocessor_files import NESTED_CONFIG_FILE
-from paddle_vl.families.vlm.inputs.tokenizer import (
+from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer, train_bpe
+from paddle_vl.families.vlm.inputs.video_processor import VideoMarkers, VideoProcessor
+from paddle_vl.families.vlm.templates.built_in import (
     CONTROL_TOKENS,
     END_OF_TEXT,
     IM_END,
     IMAGE_PAD,
+    JINJA_TEMPLATE,
     VIDEO_PAD,
     VISION_END,
     VISION_START,
-    TextTokenizer,
-    train_bpe,
 )
-from paddle_vl.families.vlm.inputs.video_processor import VideoMarkers, VideoProcessor
-from paddle_vl.families.vlm.templates.built_in import JINJA_TEMPLATE
 from paddle_vl.families.vlm.templates.encoding import EarlierReasoning, TemplateEncoder
 from paddle_vl.families.vlm.templates.rendering import ChatTemplateRenderer
 from paddle_vl.families.vlm.templates.template_files import (
+    NESTED_CONFIG_FILE,
     read_folder_templates,
     special_tokens,
 )

@@ -14,11 +14,12 @@ from xxhash import xxh3_64_intdigest
 
 from paddle_vl.config.row_sources import RowSourceConfig, Strategy
 from paddle_vl.data.corpus.opener import ShardOpener
+from paddle_vl.data.formats.canonical import Conversation
 from paddle_vl.data.formats.keys import unread_keys
+from paddle_vl.data.formats.reader import RowReader
 from paddle_vl.data.jsonl import BadSampleError, FileContent, OnBadSample
 from paddle_vl.data.rows.mixture import draws_of
 from paddle_vl.data.rows.row_file import open_source
-from paddle_vl.families.vlm.inputs.conversation import Conversation, RowReader
 from paddle_vl.families.vlm.inputs.dataset import ConversationData, checked, tell_unread
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 
@@ -135,6 +136,6 @@ class RowsDataset(ConversationData):
                 continue
             reader = self._readers[source]
             if reader.format is None:
-                self._readers[source] = replace(reader, format=conversation.row.format)
-            unread.update(dict.fromkeys(unread_keys(conversation.extra)))
+                self._readers[source] = replace(reader, format=conversation.format)
+            unread.update(dict.fromkeys(unread_keys(conversation.extras)))
         tell_unread(self._sources[source].label, unread)

@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 from tokenizers import (
     AddedToken,
@@ -192,41 +191,3 @@ def train_bpe(
         [AddedToken(token, special=True, normalized=False) for token in special_tokens]
     )
     return TextTokenizer(tokenizer, hf_class=_hf_class(model_type))
-
-
-IM_START = "<|im_start|>"
-IM_END = "<|im_end|>"
-END_OF_TEXT = "<|endoftext|>"
-VISION_START = "<|vision_start|>"
-VISION_END = "<|vision_end|>"
-IMAGE_PAD = "<|image_pad|>"
-VIDEO_PAD = "<|video_pad|>"
-# In the order of their ids in Qwen's vocabulary.
-CONTROL_TOKENS = (
-    END_OF_TEXT, IM_START, IM_END, VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD
-)  # fmt: skip
-
-
-class VideoPrompt(NamedTuple):
-    """Prompt of a video.
-
-    Attributes:
-        timestamps: seconds shown by each temporal patch.
-        tokens_per_patch: placeholders of each.
-        is_enclosed: whether the template's vision start and end stay around all patches.
-    """
-
-    timestamps: Sequence[float]
-    tokens_per_patch: int
-    is_enclosed: bool = False
-
-
-# Label of a token that is no target.
-IGNORED_LABEL = -100
-
-
-class EncodedChat(NamedTuple):
-    """Token ids of a conversation and their labels: the id itself for targets, -100 otherwise."""
-
-    input_ids: list[int]
-    labels: list[int]

@@ -207,8 +207,3 @@ def patch_timestamps(
     return [
         float((times[i] + times[i + last]) / 2) for i in range(0, len(times), temporal_patch_size)
     ]
-
-
-def timestamp_text(seconds: float) -> str:
-    """The timestamp in front of a temporal patch: `<1.4 seconds>`."""
-    return f"<{seconds:.1f} seconds>"

@@ -8,6 +8,17 @@ There is no default system message. `encoding.plain_text` writes the same text f
 Source: the chat template of the published Qwen3-VL checkpoints, without tools.
 """
 
+IM_START = "<|im_start|>"
+IM_END = "<|im_end|>"
+END_OF_TEXT = "<|endoftext|>"
+VISION_START = "<|vision_start|>"
+VISION_END = "<|vision_end|>"
+IMAGE_PAD = "<|image_pad|>"
+VIDEO_PAD = "<|video_pad|>"
+# In the order of their ids in Qwen's vocabulary.
+CONTROL_TOKENS = (
+    END_OF_TEXT, IM_START, IM_END, VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD
+)  # fmt: skip
 # HF's processor repeats <|image_pad|>.
 JINJA_TEMPLATE = """\
 {%- for message in messages %}

@@ -17,23 +17,20 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
+from paddle_vl.batch.rows import IGNORE_INDEX
+from paddle_vl.data.formats.canonical import Conversation
 from paddle_vl.data.formats.keys import BOX_TOKENS
 from paddle_vl.data.jsonl import BadSampleError, check_unicode
-from paddle_vl.families.vlm.inputs.conversation import Conversation
-from paddle_vl.families.vlm.inputs.tokenizer import (
+from paddle_vl.families.vlm.templates.answer_spans import Span, learned_spans
+from paddle_vl.families.vlm.templates.built_in import (
     CONTROL_TOKENS,
-    IGNORED_LABEL,
     IM_END,
     IM_START,
     IMAGE_PAD,
     VIDEO_PAD,
     VISION_END,
     VISION_START,
-    EncodedChat,
-    VideoPrompt,
 )
-from paddle_vl.families.vlm.inputs.video_processor import timestamp_text
-from paddle_vl.families.vlm.templates.answer_spans import Span, learned_spans
 from paddle_vl.families.vlm.templates.environment import Rendered
 from paddle_vl.families.vlm.templates.messages import Message
 from paddle_vl.families.vlm.templates.rendering import ChatTemplateRenderer, RenderedChat
@@ -44,6 +41,32 @@ _MOST_TIMES, _MOST_PER_MESSAGE, _MOST_MORE = 16, 1 << 10, 1 << 17
 
 
 EarlierReasoning = Literal["refuse", "drop", "split"]
+
+
+class VideoPrompt(NamedTuple):
+    """Prompt of a video.
+
+    Attributes:
+        timestamps: seconds shown by each temporal patch.
+        tokens_per_patch: placeholders of each.
+        is_enclosed: whether the template's vision start and end stay around all patches.
+    """
+
+    timestamps: Sequence[float]
+    tokens_per_patch: int
+    is_enclosed: bool = False
+
+
+class EncodedChat(NamedTuple):
+    """Token ids of a conversation and their labels: the id itself for targets, -100 otherwise."""
+
+    input_ids: list[int]
+    labels: list[int]
+
+
+def timestamp_text(seconds: float) -> str:
+    """The timestamp in front of a temporal patch: `<1.4 seconds>`."""
+    return f"<{seconds:.1f} seconds>"
 
 
 class TemplateEncoder:
@@ -160,7 +183,7 @@ class TemplateEncoder:
         counts = (conversation.media, num_image_tokens, videos)
         encoded = self._media.encode(text, spans, *counts, cuts)
         # Rows of the built-in template have been checked for targets.
-        if not (is_prompt or is_built_in or any(each != IGNORED_LABEL for each in encoded.labels)):
+        if not (is_prompt or is_built_in or any(each != IGNORE_INDEX for each in encoded.labels)):
             reason = "no token of the row is learned; an answer with text and loss: true is needed"
             raise BadSampleError("no_target", reason)
         return encoded
@@ -319,7 +342,7 @@ class MediaText:
         for begin, stop in pairwise([0, *map(at_new, cuts), len(new)]):
             encoding = self._tokenizer.encode(new[begin:stop], add_special_tokens=False)
             found = encoding.ids
-            learned = [IGNORED_LABEL] * len(found)
+            learned = [IGNORE_INDEX] * len(found)
             for start, end in spans:
                 if start < stop and begin < end:
                     own = _touched(encoding, max(start - begin, 0), min(end, stop) - begin)

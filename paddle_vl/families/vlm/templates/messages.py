@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from paddle_vl.families.vlm.inputs.conversation import Conversation, strings_in
+from paddle_vl.data.formats.canonical import Conversation, strings_in
 
 Message = Mapping[str, Any]
 # In the order in which HF reads them.
@@ -52,7 +52,7 @@ def texts_of(conversation: Conversation) -> list[str]:
     Of tools the names, of their calls the names and the strings in their arguments.
     """
     texts = [text for message in conversation.messages for text in _texts(message)]
-    texts += [tool.get("function", tool)["name"] for tool in conversation.row.tools]
+    texts += [tool["function"]["name"] for tool in conversation.tools]
     return [text for text in map(str.strip, texts) if text]
 
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
+from paddle_vl.data.formats.canonical import Conversation
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import brief
-from paddle_vl.families.vlm.inputs.conversation import Conversation
 from paddle_vl.families.vlm.templates.environment import Rendered, SandboxedTemplate
 from paddle_vl.families.vlm.templates.messages import (
     Message,
@@ -75,7 +75,7 @@ class ChatTemplateRenderer:
                 _compiled(source, self.now)
             except TemplateError as error:
                 raise ValueError(f"{self.name} cannot be compiled: {error}; correct it") from error
-        probe, forms = Conversation.of(_PROBE), []
+        probe, forms = Conversation(_PROBE), []
         for lists in (False, True):
             with contextlib.suppress(BadSampleError):
                 text = self.render([for_template(each, lists) for each in _PROBE]).text
@@ -122,8 +122,8 @@ class ChatTemplateRenderer:
         self, conversation: Conversation, messages: Sequence[Message], prompt: bool = False
     ) -> Rendered:
         """The text of messages of a conversation, with its tools and variables; see `render`."""
-        row = conversation.row
-        return self.render(messages, row.tools or None, prompt, row.chat_template_kwargs)
+        tools, variables = conversation.tools, conversation.chat_template_kwargs
+        return self.render(messages, tools or None, prompt, variables)
 
     def render_chat(
         self,

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paddle_vl.families.vlm.inputs.preprocessor_files import NESTED_CONFIG_FILE
 from paddle_vl.files.text_file import read_json_object, read_text, shown
 
+# File of transformers 5 with the settings of all processors, each under its name.
+NESTED_CONFIG_FILE = "processor_config.json"
 _MORE, _OLD_FILE = "additional_chat_templates", "chat_template.json"
 
 

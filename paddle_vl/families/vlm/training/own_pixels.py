@@ -48,14 +48,6 @@ def with_own_pixels(batch: VLBatch, vision: Any, ops: RegionOps | None) -> VLBat
     return cast(VLBatch, rest | (patch_places(own_grid, vision) if len(own_grid) else {}))
 
 
-def without_pixels(batch: VLBatch) -> VLBatch:
-    """What ranks without a tower need. Prompts stay whole: every rank answers them alike."""
-    fields: Any = batch
-    if "numbers" in fields:
-        return batch
-    return cast(VLBatch, {name: value for name, value in fields.items() if name not in _OF_PATCHES})
-
-
 def _rows_of(arrays: Sequence[np.ndarray], grid_thw: np.ndarray, items: np.ndarray) -> np.ndarray:
     """Patches of some items, of arrays that have those of all items one after the other; without a
     copy if they are one interval."""

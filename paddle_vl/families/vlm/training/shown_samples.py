@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from paddle_vl.batch.rows import IGNORE_INDEX
 from paddle_vl.config.families import FamilyEntry
 from paddle_vl.data.formats.grounding import boxes_in
 from paddle_vl.data.shown_sample import Run, ShownSample
@@ -16,8 +17,8 @@ from paddle_vl.families.vlm.inputs.corpus import Corpus
 from paddle_vl.families.vlm.inputs.image_processor import VisionProcessor
 from paddle_vl.families.vlm.inputs.preference import sides_of
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
-from paddle_vl.families.vlm.inputs.tokenizer import IGNORED_LABEL, IM_END
 from paddle_vl.families.vlm.settings import VLRun
+from paddle_vl.families.vlm.templates.built_in import IM_END
 
 _MOST_FRAMES = 8
 
@@ -47,7 +48,7 @@ def shown_sample(
 ) -> ShownSample:
     """What a sample of `VLProcessor.encode_sample` holds."""
     ids, labels = sample["input_ids"], sample["labels"]
-    learned = labels != IGNORED_LABEL
+    learned = labels != IGNORE_INDEX
     pictures: list[np.ndarray] = []
     for settings, pixels, grid in (
         (processor.image_processor, "pixel_values", "image_grid_thw"),

@@ -2,7 +2,7 @@
 
 Guarantees: `data.max_line_bytes` bounds the text of a document in every container, and with it its
 images and a row group of Parquet; what a file states is checked before memory or disk is taken, and
-where its parts state different things the larger one counts; nothing stays of a refused copy.
+what a row group of Parquet has when it is read; nothing stays of a refused copy.
 """
 
 import gzip
@@ -178,7 +178,6 @@ def test_a_row_group_is_bounded_by_the_line_limit(tmp_path):
 
 
 def test_every_encoding_and_page_version_is_read(tmp_path):
-    """Pages are walked before they are read."""
     numbers = list(range(5000))
     table = pa.table({
         "text": [f"text {i % 100}" for i in numbers], "number": numbers,

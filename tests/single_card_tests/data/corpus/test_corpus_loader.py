@@ -24,8 +24,8 @@ SOURCES = (MadeSource("text", 1), MadeSource("caption", 2), MadeSource("page", 3
 def loader(rank: int = 0, size: int = 1, seed: int = 3, stream=None, **settings) -> CorpusLoader:
     batch_size = ROWS // size
     mix = Mix((0.5, 0.25, 0.25), True, seed, (120.0, 40.0, 200.0))
-    lanes = CorpusLoader.num_lanes(batch_size, size)
-    maker = RowMaker(SOURCES, mix, lanes, RowBudget(256, 96), on_bad_sample="skip")
+    strands = CorpusLoader.num_strands(batch_size, size)
+    maker = RowMaker(SOURCES, mix, strands, RowBudget(256, 96), on_bad_sample="skip")
     return CorpusLoader(
         maker, collate, batch_size, names=["text", "captions", "pages"], num_documents=900,
         stream=stream or {"seed": seed}, rank=rank, size=size, **settings,
@@ -49,7 +49,7 @@ def global_rows(size: int, count: int, state=None) -> list:
 
 @pytest.fixture(scope="module")
 def stream() -> list:
-    """Longer than the number of lanes, so that every lane goes on."""
+    """Longer than the number of strands, so that every strand goes on."""
     return take(loader(), 40)
 
 
@@ -135,7 +135,7 @@ class StuckSource(MadeSource):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_wait_names_the_document(num_workers):
-    """The first lane's second document; both are in its first row."""
+    """The first strand's second document; both are in its first row."""
     mix = Mix((1.0,), True, 3, (60.0,))
     maker = RowMaker([StuckSource("text", 1, 5)], mix, 64, RowBudget(256))
     batches = CorpusLoader(

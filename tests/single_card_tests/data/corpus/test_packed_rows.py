@@ -13,7 +13,7 @@ import pytest
 
 from paddle_vl.config.data_sources import SourceConfig
 from paddle_vl.data.corpus.order import DocumentOrder
-from paddle_vl.data.corpus.packed_rows import LaneState, Mix, RowMaker, mix_of
+from paddle_vl.data.corpus.packed_rows import Mix, RowMaker, StrandState, mix_of
 from paddle_vl.data.corpus.sources import Source
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.packing import RowBudget
@@ -37,11 +37,11 @@ def maker(sources=SOURCES, shares=SHARES, counts_tokens=True, budget=BUDGET, **s
     return RowMaker(sources, mix, 4, budget, **settings)
 
 
-def rows_of(made: RowMaker, count: int, lane: int = 1):
-    state = LaneState.new(len(made.sources))
+def rows_of(made: RowMaker, count: int, strand: int = 1):
+    state = StrandState.new(len(made.sources))
     rows = []
     for _ in range(count):
-        row, state = made.row(lane, state)
+        row, state = made.row(strand, state)
         rows.append(row)
     return rows, state
 
@@ -126,8 +126,8 @@ def test_first_rows_of_many_lanes_follow_the_weights():
     sources = (MadeSource("text", 1, 300), MadeSource("text", 2, 20))
     made = RowMaker(sources, Mix((1.0, 1.0), True, 7, (600.0, 42.0)), 600, BUDGET)
     tokens = np.zeros(2)
-    for lane in range(600):
-        for piece in made.row(lane, LaneState.new(2))[0]:
+    for strand in range(600):
+        for piece in made.row(strand, StrandState.new(2))[0]:
             tokens[piece.source] += len(piece.sample["kinds"])
     assert tokens[0] / tokens.sum() == pytest.approx(0.5, abs=0.04)
 
@@ -162,7 +162,7 @@ def test_a_mix_has_weights_or_a_temperature(
 
 def test_only_documents_that_wait_are_kept():
     made = maker()
-    state = LaneState.new(3)
+    state = StrandState.new(3)
     for _ in range(50):
         _, state = made.row(1, state)
         kept = made._kept[1]

@@ -9,7 +9,6 @@ import base64
 import numpy as np
 import pytest
 
-from paddle_vl.data.formats.canonical import check_targets
 from paddle_vl.data.formats.reader import to_canonical
 from paddle_vl.data.jsonl import BadSampleError
 from tests.single_card_tests.data.formats.rows import chat, flat, losses, said
@@ -108,6 +107,14 @@ REFUSED = {
         (chat(chat_template_kwargs={"max_pixels": 1}), "cannot be set for one row"),
         (chat(enable_thinking=False), "'chat_template_kwargs'"),
         (answered(function_call={"name": "a"}), "write it as 'tool_calls'"),
+        (answered(train=False), "'train', which is not read: use 'loss'"),
+        (answered(rejected_content="a"), "message 2 has 'rejected_content', .*preference"),
+        (chat("where?", "the <ref-object> there"), "message 2 has the tag <ref-object>"),
+        (chat(functions=[{"name": "f"}]), "'functions', which is not read: .*'tools'"),
+        (chat(weight=0.5), "'weight', which is read of messages"),
+        (chat(mask=[0, 1]), "'mask', which .*: give 'loss'"),
+        (chat(query="a"), "'query' beside 'messages' is not read: write its turns"),
+        (chat([{"type": "image", "image": "a", "max_pixels": 9}]), "max_pixels.*data.max_pixels"),
     ],
     "unknown_key": [
         (chat([{"type": "text", "text": "a", "hue": 1}]), "a part of type text .*'hue'"),
@@ -119,6 +126,9 @@ REFUSED = {
     "bad_target": [
         (answered(loss_scale=0.5), r"'loss_scale' '0\.5'; true or false"),
         (answered(loss=True, weight=0), "'loss' True, 'weight' False; keep one"),
+        (answered(loss="false"), "message 2 has 'loss' 'false'; true or false"),
+        ({"messages": [{"role": "user", "content": "a", "loss": True}]}, "only an assistant's"),
+        (chat(label=[2]), "'label' with '2'"),
         ({**answered(loss=False), "label": [1]}, "the record's 'label' True, 'loss' False"),
         (chat(label=[1, 0]), "'label' has 2 values for 1 assistant messages"),
         (said(("user", "a"), ("assistant", "b"), ("assistant", "c"), label=[0, 1]),
@@ -136,6 +146,7 @@ REFUSED = {
     ],
     "unknown_role": [
         (said(("developer", "a")), "write it as 'system'"),
+        (said((["user"], "b")), "role .*'user'.*; use one of system"),
         (said(("user", "a"), ("system", "b")), "message 2 has role 'system'"),
     ],
     "special_token": [
@@ -147,6 +158,13 @@ REFUSED = {
     "missing_key": [
         (chat("a", None), "message 2 has no 'content'"),
         ({"messages": "[1"}, "must be a list with at least one message"),
+        ({"messages": []}, "must be a list with at least one message"),
+        ({"messages": ["hello"]}, "message 1 is a str"),
+        ({"messages": [{"content": "b"}]}, "message 1 has no 'role'"),
+        (chat(3), "content of type int"),
+        (chat(system=["a"]), "'system' is of type list; a string"),
+        (chat("<image>", images=3), "a list of images is needed"),
+        (chat("<video>", videos=[{"bytes": None}]), "video source .* is not a path"),
         (chat("<image>", images=[{}]), "image source .* is not a path"),
     ],
     "bad_text": [(chat("\ud800"), "half of a surrogate pair")],
@@ -178,5 +196,5 @@ def test_tokens_of_boxes_are_text_if_allowed():
 def test_a_row_without_a_target_is_refused_for_training(row, kind):
     canonical = to_canonical(row)
     with pytest.raises(BadSampleError) as info:
-        check_targets(canonical)
+        canonical.check_targets()
     assert info.value.kind == kind

@@ -6,7 +6,7 @@ are packed, for preference training, documents or ambiguous are refused with wha
 
 import pytest
 
-from paddle_vl.data.formats.reader import fitting_format, recognised
+from paddle_vl.data.formats.dialects import fitting_format, recognised
 from paddle_vl.data.jsonl import BadSampleError
 from tests.single_card_tests.data.formats.rows import chat, shared
 

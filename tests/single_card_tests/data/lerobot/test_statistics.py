@@ -19,6 +19,7 @@ from paddle_vl.data.lerobot.metadata import read_metadata
 from paddle_vl.data.lerobot.statistics import (
     QUANTILES,
     has_recomputed,
+    image_statistics,
     recomputed_statistics,
     statistics,
     stored_statistics,
@@ -44,7 +45,6 @@ def assert_equal(found, wanted, shape, count) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_statistics_are_those_of_all_frames(num_workers, monkeypatch):
-    monkeypatch.setattr(module, "_ROWS_AT_ONCE", 8)
     monkeypatch.setattr(module, "_FRAMES_AT_ONCE", 4)
     dataset = LeRobotDataset(DATA / "v30_l06_depth")
     items = [dataset[number] for number in range(len(dataset))]
@@ -63,6 +63,13 @@ def test_statistics_are_those_of_all_frames(num_workers, monkeypatch):
         images = np.stack([item[camera] for item in items])
         assert_equal(found[camera], of_numpy(images, None, scale), (1, 1, 1), 24)
     assert "note" not in found
+
+
+def test_quantiles_of_images_lie_between_levels():
+    """Which are 0, 0, 2 and 3 times 0.5."""
+    found = image_statistics(np.array([[2, 0, 1, 1]]), np.arange(4) / 2, 1)
+    wanted = of_numpy(np.array([0, 0, 1, 1.5]), 0)
+    assert_equal(found, wanted, (1, 1, 1), 1)
 
 
 def test_signs_and_equal_values_are_ordered(tmp_path):

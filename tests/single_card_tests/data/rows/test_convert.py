@@ -18,11 +18,11 @@ from pyarrow import parquet
 from check_formats import CONTROL_TOKENS
 from paddle_vl.cli.main import main
 from paddle_vl.config.row_sources import RowSourceConfig
+from paddle_vl.data.formats.dialects import FORMATS
 from paddle_vl.data.formats.keys import BOX_TOKENS, RowSettings
-from paddle_vl.data.formats.reader import FORMATS
+from paddle_vl.data.formats.reader import RowReader
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.rows.convert import convert_rows
-from paddle_vl.families.vlm.inputs.conversation import RowReader
 from paddle_vl.families.vlm.inputs.open_data import open_conversations
 from paddle_vl.families.vlm.settings import VLDataConfig
 from tests.single_card_tests.families.qwen3_vl import chat_builders
@@ -59,7 +59,7 @@ def uri(content):
 
 def form(row, folder, settings, format=None):
     """The canonical form and the extras of a row, with the content of its images and videos."""
-    found = RowReader(settings, format)(row, folder).row
+    found = RowReader(settings, format)(row, folder)
 
     def content(source):
         if hasattr(source, "files"):

@@ -9,8 +9,9 @@ from PIL import Image
 
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
-from paddle_vl.families.vlm.inputs.tokenizer import CONTROL_TOKENS, TextTokenizer, train_bpe
+from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer, train_bpe
 from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
+from paddle_vl.families.vlm.templates.built_in import CONTROL_TOKENS
 
 TEXTS = ["user\n", "assistant\n", "system\n", "What is this?", "A cat on a mat.", "hello hello"]
 

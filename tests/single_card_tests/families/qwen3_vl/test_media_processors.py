@@ -14,7 +14,8 @@ from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.video_reader import FrameFiles, VideoFrames
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor, smart_resize
 from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer
-from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor, timestamp_text
+from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
+from paddle_vl.families.vlm.templates.encoding import timestamp_text
 from tests.single_card_tests.data.video_files import decode_all, moving_frames, write_video
 from tests.single_card_tests.families.qwen3_vl.chat_builders import random_image
 from tests.single_card_tests.train.tiny_run import write_tiny_run

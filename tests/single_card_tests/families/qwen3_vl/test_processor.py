@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from paddle_vl.data.formats.reader import parse_record
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.video_reader import FrameFiles, VideoFrames
-from paddle_vl.families.vlm.inputs.conversation import parse_record
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.templates.template_files import read_folder_templates
 from tests.single_card_tests.data.video_files import moving_frames

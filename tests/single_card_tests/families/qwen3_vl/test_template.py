@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paddle_vl.data.formats.reader import parse_record
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.families.vlm.inputs.conversation import parse_record
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
-from paddle_vl.families.vlm.inputs.tokenizer import CONTROL_TOKENS, VideoPrompt, train_bpe
-from paddle_vl.families.vlm.templates.encoding import TemplateEncoder
+from paddle_vl.families.vlm.inputs.tokenizer import train_bpe
+from paddle_vl.families.vlm.templates.built_in import CONTROL_TOKENS
+from paddle_vl.families.vlm.templates.encoding import TemplateEncoder, VideoPrompt
 from tests.single_card_tests.families.qwen3_vl.chat_builders import (
     TEXTS,
     assistant,

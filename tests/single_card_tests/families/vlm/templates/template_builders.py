@@ -1,12 +1,13 @@
 """Templates and rows of the tests of chat templates."""
 
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from paddle_vl.families.vlm.inputs.conversation import Conversation
+from paddle_vl.data.formats.canonical import Conversation
 from paddle_vl.families.vlm.templates.encoding import TemplateEncoder
 from paddle_vl.families.vlm.templates.rendering import ChatTemplateRenderer
 
@@ -47,8 +48,10 @@ def answer(text: str, loss: bool = True, **more: object) -> dict:
     return {"role": "assistant", "content": [{"type": "text", "text": text}], "loss": loss, **more}
 
 
-def row(*messages: Any, **more: Any) -> Conversation:
-    return Conversation.of([*messages], **more)
+def row(
+    *messages: Any, tools: Sequence[Any] = (), variables: Mapping[str, Any] = {}
+) -> Conversation:
+    return Conversation([*messages], tools=[*tools], chat_template_kwargs=dict(variables))
 
 
 def renderer(source: str, **more) -> ChatTemplateRenderer:

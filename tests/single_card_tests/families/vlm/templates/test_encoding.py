@@ -3,9 +3,8 @@
 import pytest
 
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.families.vlm.inputs.tokenizer import VideoPrompt
 from paddle_vl.families.vlm.templates.built_in import JINJA_TEMPLATE
-from paddle_vl.families.vlm.templates.encoding import TemplateEncoder
+from paddle_vl.families.vlm.templates.encoding import TemplateEncoder, VideoPrompt
 from tests.single_card_tests.families.vlm.templates.template_builders import (
     MARKED,
     PLAIN,
