@@ -15,7 +15,6 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
@@ -33,6 +32,7 @@ from paddle_vl.cli.preference import PRECOMPUTE
 from paddle_vl.cli.profile import PROFILE
 from paddle_vl.cli.robot_data import COMPUTE_STATS
 from paddle_vl.cli.serve import SERVE, SERVE_POLICY
+from paddle_vl.cli.table import Parser
 from paddle_vl.cli.tokenize import TOKENIZE
 from paddle_vl.cli.train import REPORT, TRAIN
 from paddle_vl.parallel.launcher import LAUNCHER_VARIABLE, RANK_LOG_VARIABLE
@@ -121,6 +121,8 @@ def _restart_with_whole_blocks() -> None:
     is_debugged = sys.gettrace() is not None or sys.flags.interactive
     if environment == dict(os.environ) or is_debugged or platform.libc_ver()[0] != "glibc":
         return
+    from importlib import metadata
+
     # If it fails, the run needs more memory, and is the same.
     with suppress(metadata.PackageNotFoundError, OSError):
         metadata.version("paddlepaddle")
@@ -235,7 +237,7 @@ def _is_meant_for_users(error: Exception) -> bool:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser with all subcommands."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="paddle-vl",
         description="Train, evaluate and run Qwen3-VL and pi07 models with PaddlePaddle.",
         epilog=textwrap.dedent(f"""\

@@ -21,7 +21,6 @@ from paddle_vl.cli.table import (
     switch,
     value,
 )
-from paddle_vl.config.parallel_settings import launch_variables
 from paddle_vl.parallel.launcher import launch
 
 _REPEATS = 3
@@ -65,6 +64,8 @@ def profile(options: argparse.Namespace) -> int:
         return _run_matrix(options, config, settings)
     if options.nproc > 1:
         with_data_parallel(options, config)
+        from paddle_vl.config.parallel_settings import launch_variables
+
         command = ["profile", options.config, *options.overrides, *settings.arguments()]
         variables = launch_variables(config.parallel)
         return launch(command, options.nproc, out / "log", variables=variables)

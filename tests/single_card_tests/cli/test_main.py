@@ -1,8 +1,9 @@
 """The command line.
 
-Guarantees: --help loads no Paddle and explains every setting, those of every run first; a user
-error is one message and exit code 1, a bug keeps its traceback; train, evaluate and generate work
-together on a run folder; an interrupted training exits with 128 + the signal's number.
+Guarantees: --help and a refused setting load few modules; --help explains every setting, those of
+every run first; a user error is one message and exit code 1, a bug keeps its traceback; train,
+evaluate and generate work together on a run folder; an interrupted training exits with 128 + the
+signal's number.
 """
 
 import json
@@ -11,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from threading import Event
 
 import pytest
@@ -19,6 +21,8 @@ from paddle_vl.cli import train as train_command
 from paddle_vl.cli.main import main
 from paddle_vl.config import families as registered
 from paddle_vl.config.family_settings import settings_help
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +65,30 @@ def test_help_loads_no_paddle_and_has_examples():
     assert all("example" in text for text in helps)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "most", "absent"),
+    [
+        (["--help"], 190, {"pydantic", "yaml"}),
+        (["train", "configs/quickstart/digits.yaml", "something=wrong"], 400, set()),
+        (["train", "configs/pi07/tiny_cpu.yaml", "--set", "something=wrong"], 400, set()),
+    ],
+)
+def test_a_command_that_does_nothing_loads_few_modules(arguments, most, absent):
+    program = (
+        "import sys\nfrom paddle_vl.cli.main import main\n"
+        f"try:\n    main({arguments})\nexcept SystemExit:\n    pass\n"
+        "print(*sys.modules, file=sys.stderr)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT
+    )
+    *_, line = result.stderr.splitlines()
+    assert len(line.split()) <= most
+    assert not {"paddle", "numpy", *absent} & {*line.split()}
+
+
 def test_train_help_explains_every_setting(capsys, monkeypatch):
-    # The help is made on import; other tests register a family later.
+    # Other tests register a family.
     own = [entry for entry in registered.families() if entry.recipe.startswith("paddle_vl.")]
     monkeypatch.setattr(registered, "_FAMILIES", own)
     with pytest.raises(SystemExit):
