@@ -22,14 +22,14 @@ from paddle_vl.config.families import model_values
 from paddle_vl.config.load import flatten, load_run_config
 from paddle_vl.config.parallel_settings import launch_variables
 from paddle_vl.processes import Limits
-from paddle_vl.profile.cell_runs import Outcome, run_cell
+from paddle_vl.profile.cell_runs import CellOutcome, run_cell
 from paddle_vl.profile.cells import RESULT_FILE, Cell, Growth, MatrixChoice
 from paddle_vl.profile.memory import GB
 from paddle_vl.profile.workload import ProfileSettings
 
 logger = logging.getLogger(__name__)
 # Runs `paddle-vl` with arguments on so many ranks, in a folder, within limits, with variables.
-CellRunner = Callable[[Sequence[str], int, Path, Limits, Mapping[str, str]], Outcome]
+CellRunner = Callable[[Sequence[str], int, Path, Limits, Mapping[str, str]], CellOutcome]
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _run_cell(
         if not why:
             return known
     variables = launch_variables(load_run_config(config_file, overrides).parallel)
-    outcome, runs = Outcome("ok"), []
+    outcome, runs = CellOutcome("ok"), []
     while outcome.status == "ok" and len(runs) < settings.repeats:
         of_run = folder / f"run_{len(runs) + 1}" if runs else folder
         of_run.mkdir(parents=True, exist_ok=True)
@@ -147,13 +147,13 @@ def _run_cell(
         command = ["profile", config_file, *overrides, *arguments]
         outcome = run(command, settings.num_processes, of_run, settings.limits, variables)
         if outcome.status == "ok" and not result.exists():
-            outcome = Outcome("failed", "ended well without a profile")
+            outcome = CellOutcome("failed", "ended well without a profile")
         elif outcome.status == "ok":
             runs.append(json.loads(result.read_text(encoding="utf-8")))
             runs[-1].pop("config", None)
     if outcome.status != "ok":
         which = f"run {len(runs) + 1}: " if runs else ""
-        outcome, runs = Outcome(outcome.status, f"{which}{outcome.detail}"), []
+        outcome, runs = CellOutcome(outcome.status, f"{which}{outcome.detail}"), []
     cell = Cell(choice, size, *outcome, current, tuple(runs))
     cell.write(folder)
     logger.info("%s: %s", cell.name, _in_words(cell))

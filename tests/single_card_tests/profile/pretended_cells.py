@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paddle_vl.cli.main import build_parser
 from paddle_vl.processes import Limits
-from paddle_vl.profile.cell_runs import Outcome
+from paddle_vl.profile.cell_runs import CellOutcome
 from paddle_vl.profile.cells import RESULT_FILE, Growth
 from paddle_vl.profile.matrix import MatrixSettings, all_choices
 from paddle_vl.profile.workload import ProfileSettings, Workload
@@ -37,7 +37,7 @@ def with_profile(settings: MatrixSettings, **changes: object) -> MatrixSettings:
 class Pretended:
     """Runs cells by their command line alone; `broken` gives the outcome for a sharding choice."""
 
-    def __init__(self, broken: dict[str, Outcome] | None = None):
+    def __init__(self, broken: dict[str, CellOutcome] | None = None):
         self.ran: list[tuple[str, int]] = []
         self.limits: set[Limits] = set()
         self.broken = broken or {}
@@ -49,7 +49,7 @@ class Pretended:
         folder: Path,
         limits: Limits,
         variables: Mapping[str, str],
-    ) -> Outcome:
+    ) -> CellOutcome:
         options, given = self.parsed(arguments)
         assert (num_ranks, options.nproc) == (2, 1)
         stage = f"stage{given['parallel.sharding_stage']}"
@@ -61,11 +61,11 @@ class Pretended:
         if sharding in self.broken:
             return self.broken[sharding]
         if size > CAPACITY[sharding]:
-            return Outcome("oom", "rank 0 uses too much")
+            return CellOutcome("oom", "rank 0 uses too much")
         speed = SPEED[sharding] * size
         profile = cell(sharding, size, speed, memory=size / 4).profile
         (folder / RESULT_FILE).write_text(json.dumps({**profile, "config": "not kept"}))
-        return Outcome("ok")
+        return CellOutcome("ok")
 
     @staticmethod
     def parsed(arguments: list[str]):

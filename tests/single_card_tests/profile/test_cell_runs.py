@@ -22,7 +22,7 @@ import pytest
 from paddle_vl.parallel import launcher
 from paddle_vl.processes import Limits, MemoryLimitError
 from paddle_vl.profile.cell_runs import (
-    Outcome,
+    CellOutcome,
     is_out_of_memory,
     reported_errors,
     run_cell,
@@ -103,7 +103,7 @@ def test_messages_are_one_line_without_frames():
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    def run(program: str, ranks: int = 1, *, seconds=20.0, memory=None) -> Outcome:
+    def run(program: str, ranks: int = 1, *, seconds=20.0, memory=None) -> CellOutcome:
         script = tmp_path / "cell.py"
         script.write_text(PRELUDE + textwrap.dedent(program))
         monkeypatch.setattr(launcher, "_MAIN", script)
@@ -159,13 +159,13 @@ MENTIONED = "print('out of memory'); fails('ValueError: bad key')"
     ],
 )
 def test_how_a_cell_ended_is_told(run, program, ranks, outcome):
-    assert run(program, ranks) == Outcome(*outcome)
+    assert run(program, ranks) == CellOutcome(*outcome)
 
 
 def test_errors_of_an_earlier_try_are_ignored(run):
     run("fails('old', True)")
     assert run("sys.exit(3)").status == "failed"
-    assert run("pass") == Outcome("ok")
+    assert run("pass") == CellOutcome("ok")
 
 
 def test_a_cell_that_takes_too_long_is_ended_with_all_that_it_started(run, tmp_path):
@@ -174,7 +174,7 @@ def test_a_cell_that_takes_too_long_is_ended_with_all_that_it_started(run, tmp_p
     (folder / 'children').write_text(f'{os.getpid()} {child.pid}')
     time.sleep(60)
     """
-    assert run(program, seconds=2.0) == Outcome("timeout", "not done after 2 s")
+    assert run(program, seconds=2.0) == CellOutcome("timeout", "not done after 2 s")
     pids = (tmp_path / "children").read_text().split()
     deadline = time.monotonic() + 10
     while any(map(is_running, pids)):

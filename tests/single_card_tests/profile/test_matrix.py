@@ -16,7 +16,7 @@ import pytest
 from paddle_vl.config.load import load_run_config
 from paddle_vl.processes import Limits
 from paddle_vl.profile import matrix
-from paddle_vl.profile.cell_runs import Outcome
+from paddle_vl.profile.cell_runs import CellOutcome
 from paddle_vl.profile.cells import Cell, Growth, MatrixChoice
 from paddle_vl.profile.matrix import MatrixSettings, all_choices, run_matrix
 from paddle_vl.profile.matrix_report import write_report
@@ -119,7 +119,10 @@ def test_a_changed_model_file_and_changed_flags_of_paddle_are_noticed(
 
 @pytest.mark.parametrize(
     "failure",
-    [Outcome("failed", "rank 1: ValueError: no kernel"), Outcome("timeout", "not done after 30 s")],
+    [
+        CellOutcome("failed", "rank 1: ValueError: no kernel"),
+        CellOutcome("timeout", "not done after 30 s"),
+    ],
 )
 def test_a_failure_ends_its_line_only_and_is_tried_again(run_file, settings, failure):
     cells = run_matrix(run_file, [], settings, Pretended({"dp": failure}))
@@ -131,7 +134,7 @@ def test_a_failure_ends_its_line_only_and_is_tried_again(run_file, settings, fai
 
 
 def test_a_cell_that_ends_well_without_a_profile_has_failed(run_file, settings):
-    cells = run_matrix(run_file, [], settings, lambda *_: Outcome("ok"))
+    cells = run_matrix(run_file, [], settings, lambda *_: CellOutcome("ok"))
     assert [(c.status, c.detail) for c in cells] == [("failed", "ended well without a profile")] * 2
 
 
@@ -183,7 +186,7 @@ def test_the_command_of_a_cell_says_all_that_concerns_it(run_file, settings):
 
     def keep(arguments, num_ranks, folder, limits, variables):
         commands.append(arguments)
-        return Outcome("failed", "")
+        return CellOutcome("failed", "")
 
     workload = Workload(True, image_side=64, answer_tokens=7)
     choices = [MatrixChoice("stage3", "full", 2)]
@@ -216,7 +219,7 @@ def test_a_damaged_cell_file_is_named(run_file, settings):
 def test_report_has_all_cells_what_to_take_and_a_plot(run_file, settings):
     shardings = ["dp", "stage2", "stage3"]
     settings = replace(settings, choices=all_choices(shardings, ["none"], [1, 2]))
-    broken = Pretended({"dp": Outcome("failed", "rank 0: ValueError: no kernel")})
+    broken = Pretended({"dp": CellOutcome("failed", "rank 0: ValueError: no kernel")})
     cells = run_matrix(run_file, [], settings, broken)
     text = write_report(cells, settings, memory_share=0.8)
     assert text == (settings.profile.out / "matrix.md").read_text()
@@ -233,7 +236,7 @@ def test_report_has_all_cells_what_to_take_and_a_plot(run_file, settings):
 
 
 def test_report_of_a_matrix_in_which_nothing_ran(run_file, settings):
-    cells = run_matrix(run_file, [], settings, lambda *_: Outcome("failed", "all wrong"))
+    cells = run_matrix(run_file, [], settings, lambda *_: CellOutcome("failed", "all wrong"))
     text = write_report(cells, settings, memory_share=0.8)
     assert "**Recommended with 1 camera(s): nothing.** none of the 2 cells ran." in text
     assert (settings.profile.out / "matrix.png").exists()

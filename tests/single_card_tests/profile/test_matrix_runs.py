@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paddle_vl.profile.cell_runs import Outcome
+from paddle_vl.profile.cell_runs import CellOutcome
 from paddle_vl.profile.cells import RESULT_FILE, Cell, Growth, MatrixChoice
 from paddle_vl.profile.matrix import MatrixSettings, all_choices, run_matrix
 from paddle_vl.profile.matrix_report import matrix_figure, series_and_column, write_report
@@ -44,10 +44,10 @@ def varied(out: Path, speeds: dict[str, list[float | None]]):
         number = counts[sharding] = counts.get(sharding, 0) + 1
         speed = speeds[sharding][number - 1]
         if speed is None:
-            return Outcome("oom", "rank 1 uses too much")
+            return CellOutcome("oom", "rank 1 uses too much")
         profile = cell(sharding, 4, speed).profile
         (folder / RESULT_FILE).write_text(json.dumps(profile))
-        return Outcome("ok")
+        return CellOutcome("ok")
 
     run.ran = ran
     return run
@@ -99,7 +99,7 @@ def test_a_policys_attention_is_a_choice(settings, tmp_path):
 
     def keep(arguments, num_ranks, folder, limits, variables):
         commands.append((folder.name, Pretended.parsed(arguments)[1]))
-        return Outcome("failed", "")
+        return CellOutcome("failed", "")
 
     choices = all_choices(["dp"], ["none", "full"], [1], ["eager", "sdpa"])
     run_file = str(write_tiny_policy_run(tmp_path / "policy"))

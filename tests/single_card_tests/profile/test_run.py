@@ -17,7 +17,7 @@ from paddle_vl.cli.main import main
 from paddle_vl.config.load import load_run_config
 from paddle_vl.config.validate import rule_problems
 from paddle_vl.processes import MemoryLimitError
-from paddle_vl.profile.memory import Peak
+from paddle_vl.profile.memory import MemoryPeak
 from paddle_vl.profile.run import measure, profiled_config
 from paddle_vl.profile.workload import ProfileSettings, Workload
 from paddle_vl.train import phases
@@ -47,8 +47,8 @@ class Meter:
     def reset(self) -> None:
         self.resets.append(self.trainer.step)
 
-    def peak(self) -> Peak:
-        return Peak(7, self.trainer.step)
+    def peak(self) -> MemoryPeak:
+        return MemoryPeak(7, self.trainer.step)
 
 
 def measured(trainer, **given):

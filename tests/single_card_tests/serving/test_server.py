@@ -16,7 +16,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from paddle_vl.serving.access import check_exposure, read_token
-from paddle_vl.serving.batching import BatchSettings, Request, answers_of
+from paddle_vl.serving.batching import ActorRequest, BatchSettings, answers_of
 from paddle_vl.serving.msgpack_numpy import OPENPI, VLA_EVAL
 from paddle_vl.serving.openpi import OpenpiProtocol
 from paddle_vl.serving.transport import error_text
@@ -49,12 +49,14 @@ class Gate:
         if history is not None:
             history.append(observation["n"])
 
-    def request(self, observation: dict, number: int, history: list[int] | None = None) -> Request:
+    def request(
+        self, observation: dict, number: int, history: list[int] | None = None
+    ) -> ActorRequest:
         if "bad" in observation:
             raise ValueError("the observation is bad")
         self.numbers.append(number)
         self.observe(observation, history)
-        return Request(self.run, observation["n"], observation.get("layout"))
+        return ActorRequest(self.run, observation["n"], observation.get("layout"))
 
     def run(self, items: list[int]) -> list:
         self.batches.append(items)

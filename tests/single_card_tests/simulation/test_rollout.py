@@ -19,7 +19,7 @@ from paddle_vl.families.pi07.config import PI07Config
 from paddle_vl.families.policy.features import PolicyFeature
 from paddle_vl.simulation import metaworld
 from paddle_vl.simulation.environment import FIRST_UNSEEN_SEED
-from paddle_vl.simulation.rollout import Episode, roll_out, summary, wilson_interval
+from paddle_vl.simulation.rollout import RolledEpisode, roll_out, summary, wilson_interval
 from tests.single_card_tests.simulation.standin import PointRobot
 from tests.single_card_tests.train.tiny_policy_run import MODEL, write_tiny_policy_run
 
@@ -96,7 +96,7 @@ def test_the_interval_is_wilsons(found, low, high):
 
 def test_the_summary_counts_successes_within_steps():
     steps = {1: (True, 40), 2: (True, 100), 3: (True, 180), 4: (False, 500)}
-    found = summary([Episode(seed, *of_seed) for seed, of_seed in steps.items()])
+    found = summary([RolledEpisode(seed, *of_seed) for seed, of_seed in steps.items()])
     assert (found["num_episodes"], found["num_successes"], found["success_rate"]) == (4, 3, 0.75)
     assert found["success_rate_within"] == {60: 0.25, 100: 0.5, 200: 0.75}
     assert found["median_steps_to_success"] == 100
