@@ -21,19 +21,21 @@ from typing import NoReturn
 
 import paddle_vl
 from paddle_vl.cli.chat import CHAT
-from paddle_vl.cli.check_folder import CHECK_FOLDER
 from paddle_vl.cli.commands import EVALUATE, GENERATE, MERGE
-from paddle_vl.cli.data import CONVERT_DATA, SHOW_DATA
+from paddle_vl.cli.data import (
+    COMPUTE_STATS,
+    CONVERT_DATA,
+    PRECOMPUTE,
+    SHOW_DATA,
+    TOKENIZE,
+)
 from paddle_vl.cli.doctor import DOCTOR
-from paddle_vl.cli.export import EXPORT
+from paddle_vl.cli.export import CHECK_FOLDER, EXPORT
 from paddle_vl.cli.hubs import DOWNLOAD, UPLOAD
 from paddle_vl.cli.opentau_words import translated, words_of_variables
-from paddle_vl.cli.preference import PRECOMPUTE
 from paddle_vl.cli.profile import PROFILE
-from paddle_vl.cli.robot_data import COMPUTE_STATS
 from paddle_vl.cli.serve import SERVE, SERVE_POLICY
 from paddle_vl.cli.table import Parser
-from paddle_vl.cli.tokenize import TOKENIZE
 from paddle_vl.cli.train import REPORT, TRAIN
 from paddle_vl.parallel.launcher import LAUNCHER_VARIABLE, RANK_LOG_VARIABLE
 from paddle_vl.processes import in_one_line

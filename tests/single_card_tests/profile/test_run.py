@@ -153,7 +153,6 @@ def test_a_profile_above_its_limit_says_so(run_file, tmp_path, capfd):
         (["--cameras", "2"], "--synthetic makes samples with that many"),
         (["--repeats", "2"], "--repeats is about a matrix"),
         (["--warmup", "-1"], "--warmup -1"),
-        (["--matrix", "--batch-sizes", "1", "--first-batch", "2"], "--batch-sizes are all sizes"),
     ],
 )
 def test_options_that_do_not_fit_together_are_refused(
