@@ -2,7 +2,7 @@
 
 Guarantees: an episode depends on its seed alone, not on those beside it; it ends at success, or at
 the limit; controls reach the policy; another robot's policy is refused; the interval is Wilson's;
-the command prints the rate and writes numbers, sheet, video and page; of an export too.
+the command prints the rate and writes numbers, sheet, video and page.
 """
 
 import json
@@ -171,17 +171,3 @@ def test_wrong_options_are_refused(rest, code, message, saved_policy, capsys):
         found = stop.code
     assert found == code
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.heavy
-def test_an_exported_policy_acts_as_the_saved_one(saved_policy, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(metaworld, "MetaWorld", PointRobot)
-    assert main(["export", str(saved_policy), str(tmp_path / "exported")]) == 0
-    told = []
-    for folder in (saved_policy, tmp_path / "exported"):
-        capsys.readouterr()
-        arguments = ["evaluate", str(folder), "--env", "metaworld", "--task", "point"]
-        assert main([*arguments, "--episodes", "2"]) == 0
-        told.append(capsys.readouterr().out)
-    assert told[0] == told[1]
-    assert "of 2 episodes succeed" in told[0]
