@@ -238,15 +238,18 @@ def descriptions(cls: Any) -> dict[str, str | None]:
 @cache
 def _docstrings(module: str) -> dict[str, dict[str, str]]:
     """The docstrings below the fields of each class of a module."""
-    return {
-        node.name: {
-            field.target.id: " ".join(text.value.value.split())
-            for field, text in pairwise(node.body)
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
-        }
-        for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module])))
-        if isinstance(node, ast.ClassDef)
-    }
+    found: dict[str, dict[str, str]] = {}
+    for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for pair in pairwise(node.body):
+            match pair:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    found.setdefault(node.name, {})[name] = " ".join(text.split())
+    return found
 
 
 def explained(error: ValidationError) -> str:

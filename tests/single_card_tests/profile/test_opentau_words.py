@@ -163,7 +163,7 @@ def test_options_take_precedence_over_variables(policy_file, monkeypatch, caplog
 
 
 def test_variables_choose_the_lines_of_a_matrix(policy_file, monkeypatch, capsys, tmp_path):
-    variables = {"ATTENTION_IMPL": "eager", "GRAD_CHECKPOINT": "false"}
+    variables = {"ATTENTION_IMPL": "eager", "GRAD_CHECKPOINT": "0"}
     options = taken(policy_file, monkeypatch, variables, "--matrix")
     assert (options.attention, options.recompute, options.overrides) == (["eager"], ["none"], [])
     options = taken(policy_file, monkeypatch, {}, "--matrix", "--attention", "sdpa", "eager")

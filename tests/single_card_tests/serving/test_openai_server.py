@@ -154,6 +154,13 @@ def test_texts_are_continued_as_they_are(processor):
         assert served.engine.handles[-1].request.input_ids.tolist() == [5, 6]
 
 
+def test_a_choice_that_has_stopped_leaves_the_others_alone(shared):
+    served, address = shared
+    served.engine.answers = ["1 STOP 2 3", "1 2 3 4 5 6 7 STOP 8"]
+    found = chat(address, n=2, stop="STOP").choices
+    assert [each.message.content for each in found] == ["1 ", "1 2 3 4 5 6 7 "]
+
+
 THOUGHT = "1 2 3\n</think>"
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "digit", "schema": DIGIT}}
 

@@ -7,7 +7,6 @@ requests begin in their order; each row has its own adapter, equal to a merged m
 fails fails alone; a step reads the chosen ids and nothing else.
 """
 
-import asyncio
 import threading
 import time
 from functools import partial
@@ -320,20 +319,6 @@ def test_wrong_requests_are_refused_at_once(changed, message):
     given = request(0)
     with pytest.raises(ValueError, match=message):
         engine.submit(Request(**(vars(given) | changed)))
-
-
-def test_an_event_loop_goes_on_while_it_follows_answers(start):
-    model = tiny_model()
-    wanted = [alone(model, i, **GREEDY) for i in (0, 1)]
-    engine = start(model)
-
-    async def follow(number: int) -> list[int]:
-        return [e.token_id async for e in engine.submit(request(number, **GREEDY))]
-
-    async def both() -> tuple[list[int], list[int]]:
-        return await asyncio.gather(follow(0), follow(1))
-
-    assert list(asyncio.run(both())) == wanted
 
 
 def test_close_lets_answers_end_in_time_and_cancels_the_rest(start):
