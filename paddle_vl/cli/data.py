@@ -1,5 +1,5 @@
-"""`paddle-vl show-data`: samples of a run as its model sees them; `convert-data`: rows of any files
-as one file."""
+"""Commands on data: `paddle-vl show-data`, `convert-data`, `tokenize`, `compute-stats` and
+`precompute-reference`."""
 
 import argparse
 import json
@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paddle_vl.cli.commands import configure_training_runtime
+from paddle_vl.cli.hubs import read_run
 from paddle_vl.cli.table import (
     CACHE,
     CONFIG,
@@ -31,7 +33,6 @@ _NO_EVALUATION = ("train.eval_steps=null", "train.eval=null", "train.best=null")
 
 def show_data(options: argparse.Namespace) -> int:
     """Print the samples, and write the page."""
-    from paddle_vl.cli.hubs import read_run
     from paddle_vl.config.families import family_of_run
     from paddle_vl.report.samples_page import as_text, page
 
@@ -168,3 +169,126 @@ CONVERT_DATA = Command(
         MAX_LINE,
     ],
 )  # fmt: skip
+
+
+def tokenize(options: argparse.Namespace) -> int:
+    """Write the token files."""
+    from paddle_vl.config.data_sources import SourceConfig
+    from paddle_vl.data.corpus.cache import Cache
+    from paddle_vl.data.corpus.opener import ShardOpener
+    from paddle_vl.data.corpus.tokenize import TextTokens, write_token_files
+    from paddle_vl.files.hub import path_or_download
+    from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
+
+    files = SourceConfig(path=options.files, format="text").files()
+    if not files:
+        raise ValueError(f"there is no data file {', '.join(options.files)}")
+    folder = path_or_download(options.tokenizer)
+    tokens = TextTokens(
+        folder / TOKENIZER_FILE if folder.is_dir() else folder,
+        options.end_token,
+        {"text": options.text},
+        "skip" if options.skip_bad else "fail",
+    )
+    opener = ShardOpener(Cache(options.cache), max_line_bytes=options.max_line_bytes)
+    written = write_token_files(
+        [Path(file) for file in files], Path(options.output), tokens, opener, options.processes
+    )
+    print(
+        f"{written.documents} documents with {written.tokens} tokens are in {options.output}.bin "
+        f"and {options.output}.idx"
+    )
+    for kind, count in sorted(written.skipped.items()):
+        print(f"skipped: {count} of kind {kind}")
+    return 0
+
+
+TOKENIZE = Command(
+    tokenize,
+    "write token files (.bin and .idx) of texts for pretraining",
+    "Tokenize the texts of JSONL (also .gz and .zst), Parquet and WebDataset files into one pair "
+    "of memory-mapped token files in Megatron's format, which PaddleNLP and PaddleFormers read "
+    "too. Rows have `text`, a string or a list of strings. The end token follows every document. "
+    "The result does not depend on the number of processes.",
+    "example:\n  paddle-vl tokenize 'web/*.jsonl.gz' --tokenizer Qwen3-VL-2B-Instruct "
+    "--output tokens/web --processes 16",
+    [
+        value("files", "FILE", "data files, or patterns of them", nargs="+"),
+        value("--tokenizer", "DIR", "a folder with tokenizer.json, or org/name on a hub",
+              required=True),
+        value("--output", "PREFIX", "path of the new files, without suffix", required=True),
+        number("--processes", "processes (default 1)", 1),
+        value("--text", "NAME", "entry of a row with its text (default text)", default="text"),
+        value("--end-token", "TOKEN", "token behind every document (default <|endoftext|>)",
+              default="<|endoftext|>"),
+        SKIP_BAD,
+        CACHE,
+        MAX_LINE,
+    ],
+)  # fmt: skip
+
+
+def compute_stats(options: argparse.Namespace) -> int:
+    """Write the statistics."""
+    from paddle_vl.data.lerobot.dataset import LeRobotDataset
+    from paddle_vl.data.lerobot.statistics import (
+        RECOMPUTED,
+        recomputed_statistics,
+        write_statistics,
+    )
+
+    dataset = LeRobotDataset(options.dataset, excluded_episodes=options.excluded_episodes)
+    file = options.output or dataset.root / RECOMPUTED
+    # Refused before the frames are read.
+    if file.exists() and not options.overwrite:
+        raise ValueError(f"{file} is there already: choose another --output, or add --overwrite")
+    found = recomputed_statistics(dataset, not options.no_images, options.num_workers)
+    write_statistics(found, file)
+    print(f"statistics of {len(found)} features over {len(dataset)} frames are in {file}")
+    return 0
+
+
+COMPUTE_STATS = Command(
+    compute_stats,
+    "statistics of a LeRobot dataset from its frames",
+    "Compute min, max, mean, std, count and the quantiles q01, q10, q50, q90 and q99 of every "
+    "numeric feature and camera of a LeRobot dataset from all of its frames. Training reads the "
+    "file, meta/recomputed_stats.json in the dataset, in place of what lerobot wrote, whose "
+    "quantiles are none of the whole dataset, and whose standard deviations of images are wrong in "
+    "version 0.4.4. The quantiles are exact; memory stays bounded.",
+    "examples:\n  paddle-vl compute-stats datasets/pusht --num-workers 8\n"
+    "  paddle-vl compute-stats datasets/pusht --output datasets/pusht/meta/stats.json --overwrite",
+    [
+        value("dataset", "DIR", "folder of the dataset, with meta/info.json", type=Path),
+        value("--output", "FILE", "another file to write", type=Path),
+        switch("--overwrite", "replace the file if it is there"),
+        value("--excluded-episodes", "N", "numbers of episodes to leave out", type=natural,
+              nargs="+", default=[]),
+        switch("--no-images", "leave the cameras out, whose images take most of the time"),
+        value("--num-workers", "N", "processes that decode images (default 0: this one)",
+              type=natural, default=0),
+    ],
+)  # fmt: skip
+
+
+def precompute_reference(options: argparse.Namespace) -> int:
+    """Write the files."""
+    configure_training_runtime()
+    from paddle_vl.config.families import family_of_run
+
+    config = read_run(options)
+    for path in family_of_run(config).ask("precompute_reference", config):
+        print(f"the reference's log-probabilities are in {path}")
+    return 0
+
+
+PRECOMPUTE = Command(
+    precompute_reference,
+    "log-probabilities of the reference of preference training, beside the data",
+    "Compute the log-probabilities of all answers in data.train and data.eval under the reference, "
+    "preference.ref_model or model.pretrained, and write them beside the data. Training with "
+    "preference.precompute_ref_log_probs=true then needs no reference. The files have checksums of "
+    "data, settings and weights, and a run refuses them when these are others.",
+    "example:\n  paddle-vl precompute-reference dpo.yaml",
+    [CONFIG, OVERRIDES],
+)

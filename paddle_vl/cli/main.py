@@ -15,25 +15,27 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
 import paddle_vl
 from paddle_vl.cli.chat import CHAT
-from paddle_vl.cli.check_folder import CHECK_FOLDER
 from paddle_vl.cli.commands import EVALUATE, GENERATE, MERGE
-from paddle_vl.cli.data import CONVERT_DATA, SHOW_DATA
+from paddle_vl.cli.data import (
+    COMPUTE_STATS,
+    CONVERT_DATA,
+    PRECOMPUTE,
+    SHOW_DATA,
+    TOKENIZE,
+)
 from paddle_vl.cli.doctor import DOCTOR
-from paddle_vl.cli.export import EXPORT
+from paddle_vl.cli.export import CHECK_FOLDER, EXPORT
 from paddle_vl.cli.hubs import DOWNLOAD, UPLOAD
 from paddle_vl.cli.opentau_words import translated, words_of_variables
-from paddle_vl.cli.preference import PRECOMPUTE
 from paddle_vl.cli.profile import PROFILE
-from paddle_vl.cli.robot_data import COMPUTE_STATS
 from paddle_vl.cli.serve import SERVE, SERVE_POLICY
-from paddle_vl.cli.tokenize import TOKENIZE
+from paddle_vl.cli.table import Parser
 from paddle_vl.cli.train import REPORT, TRAIN
 from paddle_vl.parallel.launcher import LAUNCHER_VARIABLE, RANK_LOG_VARIABLE
 from paddle_vl.processes import in_one_line
@@ -121,6 +123,8 @@ def _restart_with_whole_blocks() -> None:
     is_debugged = sys.gettrace() is not None or sys.flags.interactive
     if environment == dict(os.environ) or is_debugged or platform.libc_ver()[0] != "glibc":
         return
+    from importlib import metadata
+
     # If it fails, the run needs more memory, and is the same.
     with suppress(metadata.PackageNotFoundError, OSError):
         metadata.version("paddlepaddle")
@@ -235,7 +239,7 @@ def _is_meant_for_users(error: Exception) -> bool:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser with all subcommands."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="paddle-vl",
         description="Train, evaluate and run Qwen3-VL and pi07 models with PaddlePaddle.",
         epilog=textwrap.dedent(f"""\

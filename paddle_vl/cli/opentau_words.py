@@ -18,10 +18,6 @@ logger = logging.getLogger(__name__)
 
 _MIXTURE = "dataset_mixture."
 _BATCHES = ("batch_size", "dataloader_batch_size", "gradient_accumulation_steps")
-_DROPS = (
-    "history_state_drop_prob metadata_drop_all_prob metadata_drop_each_prob response_drop_prob "
-    "subgoal_drop_prob"
-).split()
 # Options and their settings.
 _SETTINGS = {
     "policy.path": "model.pretrained",
@@ -31,7 +27,13 @@ _SETTINGS = {
     "seed": "train.seed",
     "output_dir": "train.output_dir",
     f"{_MIXTURE}n_obs_history": "model.policy.n_obs_steps",
-    **{f"{_MIXTURE}{name}": f"data.drops.{name}" for name in _DROPS},
+    **{
+        f"{_MIXTURE}{name}_prob": f"data.drops.{name}_prob"
+        for name in (
+            *("history_state_drop", "metadata_drop_all", "metadata_drop_each"),
+            *("response_drop", "subgoal_drop"),
+        )
+    },
 }
 # OpenTau's descriptions of a data set; the lines of data.train have frames that were chosen.
 _OF_DATA_SETS = (
@@ -40,7 +42,8 @@ _OF_DATA_SETS = (
     "subgoal_end_of_segment_prob tolerance_s val_enable_optional_key_dropout "
     "val_enable_prompt_substitution val_split_ratio vector_resample_strategy weights"
 ).split()
-# Variables and their options: with the value, or for true and for false. None has no effect.
+# Variables and their options: before the value, or for true and for false. None has no effect; a
+# sentence refuses.
 _VARIABLES: dict[str, str | tuple[str | None, str | None]] = {
     "PROFILE_STEPS": "--steps=",
     "PROFILE_STEP_JSON": "--json=",
@@ -52,7 +55,6 @@ _VARIABLES: dict[str, str | tuple[str | None, str | None]] = {
     "FUSED_ADAMW": (None, "Paddle's AdamW is fused"),
     "TORCH_COMPILE": ("there is no torch here", None),
 }
-_TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
 WORDS_HELP = """\
 OpenTau's options (--config_path, --policy.NAME, --num_cams, --dataset_mixture.NAME, ...) and
@@ -108,20 +110,16 @@ def translated(arguments: Sequence[str]) -> list[str]:
 def _batch_settings(given: Mapping[str, int]) -> list[str]:
     """Settings of OpenTau's batch sizes of a rank: an update takes batch_size samples, in
     micro-batches of dataloader_batch_size."""
-    if not given:
-        return []
     whole, micro, count = (given.get(name) for name in _BATCHES)
-    if count is None:
-        count = whole // micro if whole and micro else 1
-    if micro is None:
-        micro = None if whole is None else whole // count
-    if whole is not None and micro is not None and whole != micro * count:
+    count = count or (whole // micro if whole and micro else 1)
+    micro = micro or (whole and whole // count)
+    if whole and whole != (micro or 0) * count:
         shown = ", ".join(f"--{name} {value}" for name, value in given.items())
         raise ValueError(
             f"{shown}: batch_size must be dataloader_batch_size x gradient_accumulation_steps"
         )
-    settings = [f"train.gradient_accumulation_steps={count}"]
-    return settings if micro is None else [*settings, f"train.per_device_train_batch_size={micro}"]
+    settings = {"gradient_accumulation_steps": count, "per_device_train_batch_size": micro}
+    return [f"train.{name}={value}" for name, value in settings.items() if given and value]
 
 
 def words_of_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
@@ -132,21 +130,20 @@ def words_of_variables(environment: Mapping[str, str] = os.environ) -> list[str]
     """
     words = []
     for name, option in _VARIABLES.items():
-        value = environment.get(name, "")
-        if not value:
+        if not (value := environment.get(name, "")):
             continue
         if isinstance(option, str):
             words.append(f"{option}{_whole(name, value) if name == 'PROFILE_STEPS' else value}")
             continue
-        if value.lower() not in _TRUTH:
+        if value.lower() not in ("true", "1", "false", "0"):
             raise ValueError(f"{name} is {value!r}: set it to true or false, or unset it")
-        word = option[0 if _TRUTH[value.lower()] else 1]
+        word = option[value.lower() in ("false", "0")]
         if word is None:
             logger.info("%s=%s has no effect here", name, value)
-        elif word and not word.startswith("--"):
-            raise ValueError(f"{name} is {value}, and {word}: unset it")
-        elif word:
+        elif word.startswith("--"):
             words.append(word)
+        elif word:
+            raise ValueError(f"{name} is {value}, and {word}: unset it")
     return words
 
 

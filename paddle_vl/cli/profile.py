@@ -21,7 +21,6 @@ from paddle_vl.cli.table import (
     switch,
     value,
 )
-from paddle_vl.config.parallel_settings import launch_variables
 from paddle_vl.parallel.launcher import launch
 
 _REPEATS = 3
@@ -65,6 +64,8 @@ def profile(options: argparse.Namespace) -> int:
         return _run_matrix(options, config, settings)
     if options.nproc > 1:
         with_data_parallel(options, config)
+        from paddle_vl.config.parallel_settings import launch_variables
+
         command = ["profile", options.config, *options.overrides, *settings.arguments()]
         variables = launch_variables(config.parallel)
         return launch(command, options.nproc, out / "log", variables=variables)
@@ -115,17 +116,13 @@ def _check_options(options: argparse.Namespace) -> None:
     if options.json and not Path(options.json).resolve().parent.is_dir():
         raise ValueError(f"--json or PROFILE_STEP_JSON {options.json}: its folder does not exist")
     if options.matrix:
-        if options.batch_sizes and (options.first_batch or options.largest_batch):
-            raise ValueError(
-                "--batch-sizes are all sizes: leave --first-batch and --largest-batch out"
-            )
         if options.json is not None:
             raise ValueError(
                 f"--json or PROFILE_STEP_JSON names {options.json} for one profile; a matrix "
                 "writes matrix.json into --out: leave it out"
             )
         return
-    for name in ("sharding", "repeats", "batch_sizes", "first_batch", "largest_batch"):
+    for name in ("sharding", "repeats", "batch_sizes"):
         if getattr(options, name) is not None:
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"{flag} is about a matrix: give --matrix too")
@@ -149,9 +146,7 @@ def _run_matrix(options: argparse.Namespace, config: Any, profile: Any) -> int:
             options.cameras or (None,),
             options.attention or (_ATTENTION if has_policy_settings(config) else (None,)),
         ),
-        Growth(
-            options.first_batch or 1, options.largest_batch or 64, sizes=options.batch_sizes or ()
-        ),
+        Growth(options.batch_sizes or ()),
         options.cell_seconds,
         options.repeats or _REPEATS,
     )
@@ -212,10 +207,8 @@ PROFILE = Command(
                    "runs of each cell; the median is shown, beside the slowest and the fastest "
                    f"(default {_REPEATS})"),
             value("--batch-sizes", "N",
-                  "sizes to try, in ascending order until one is too large (default: double until "
-                  "one is too large, then bisect)", type=positive, nargs="+"),
-            number("--first-batch", "first size of the doubling (default 1)"),
-            number("--largest-batch", "last size of the doubling (default 64)"),
+                  "sizes to try, in ascending order until one is too large (default: double, to 64 "
+                  "at most, until one is too large, then bisect)", type=positive, nargs="+"),
             value("--cell-seconds", "S", "seconds for a cell, its start included (default 600)",
                   type=float, default=600.0),
             value("--memory-share", "SHARE",

@@ -1,9 +1,7 @@
 """`paddle-vl serve` and `serve-policy`: a model, or a policy, for clients over the network."""
 
 import argparse
-import asyncio
 import logging
-import socket
 import sys
 import time
 from pathlib import Path
@@ -26,7 +24,6 @@ from paddle_vl.cli.table import (
     switch,
     value,
 )
-from paddle_vl.config.bounded_yaml import read_document
 from paddle_vl.threads import end_process
 
 logger = logging.getLogger(__name__)
@@ -49,6 +46,8 @@ def serve(options: argparse.Namespace) -> int:
         import paddle_vl.export  # noqa: F401
     else:
         configure_runtime()
+    import socket
+
     from paddle_vl.serving.access import check_exposure, read_token
     from paddle_vl.serving.openai_app import AppSettings, OpenAIApp, OpenAIServer
 
@@ -132,6 +131,9 @@ def serve_policy(options: argparse.Namespace) -> int:
         import websockets  # noqa: F401
     except ImportError as error:
         raise ValueError(f"{error}: pip install 'paddle-vl[serve]'") from error
+    import asyncio
+
+    from paddle_vl.config.bounded_yaml import read_document
     from paddle_vl.serving import openpi, vla_eval
     from paddle_vl.serving.access import check_exposure, read_token
     from paddle_vl.serving.batching import BatchSettings

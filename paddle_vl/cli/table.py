@@ -5,8 +5,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from paddle_vl.config.bounded_yaml import read_document
-
 _LARGEST = 2**31 - 1
 
 
@@ -89,12 +87,22 @@ def refuse_given(options: argparse.Namespace, rows: Sequence[Option], reason: st
         raise ValueError(f"{reason}: leave {', '.join(given)} out")
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose epilog may be a function."""
+
+    def format_help(self) -> str:
+        if callable(self.epilog):
+            self.epilog = self.epilog()
+        return super().format_help()
+
+
 class Command(NamedTuple):
     """A command, under the name of the function that runs it.
 
     Attributes:
         run: returns the exit code.
         groups: what the help says of a group of options, by its title.
+        epilog: the end of the help; a function is called when it is shown.
         folders: options that are required, and may be given in this order without their names.
         one_of: options of which exactly one is required.
     """
@@ -102,7 +110,7 @@ class Command(NamedTuple):
     run: Callable[[argparse.Namespace], int]
     summary: str
     description: str
-    epilog: str
+    epilog: str | Callable[[], str]
     options: Sequence[Option]
     groups: Mapping[str, str] = {}
     folders: Sequence[str] = ()
@@ -113,7 +121,7 @@ class Command(NamedTuple):
             self.run.__name__.replace("_", "-"),
             help=self.summary,
             description=self.description,
-            epilog=self.epilog,
+            epilog=self.epilog,  # pyright: ignore[reportArgumentType]
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         parser.set_defaults(run=self.run, folders=self.folders)
@@ -138,6 +146,8 @@ OVERRIDES = value(
 
 
 def _variables(text: str) -> dict[str, Any]:
+    from paddle_vl.config.bounded_yaml import read_document
+
     try:
         found, _ = read_document(text, "the option")
     except ValueError as error:

@@ -8,7 +8,6 @@ from typing import Any
 from paddle_vl.cli.commands import configure_training_runtime, with_data_parallel
 from paddle_vl.cli.hubs import read_run
 from paddle_vl.cli.table import CONFIG, OVERRIDES, Command, natural, number, port, switch, value
-from paddle_vl.config.parallel_settings import launch_variables
 from paddle_vl.parallel.launcher import launch
 
 _EPILOG = """\
@@ -70,6 +69,7 @@ def train(options: argparse.Namespace) -> int:
 
 
 def _train_in_ranks(options: argparse.Namespace, config: Any) -> int:
+    from paddle_vl.config.parallel_settings import launch_variables
     from paddle_vl.train.restarts import Restarts
 
     restarts = Restarts(
@@ -89,10 +89,10 @@ def _train_in_ranks(options: argparse.Namespace, config: Any) -> int:
     )
 
 
-def _settings_help() -> str:
+def _epilog() -> str:
     from paddle_vl.config.family_settings import settings_help
 
-    lines = []
+    lines = [_EPILOG]
     for title, parts, described in settings_help():
         lines += ["", f"{title} (default):"]
         if parts:
@@ -109,7 +109,7 @@ TRAIN = Command(
     train,
     "train a model with the settings of a YAML file",
     "Train a model with the settings of a YAML file.",
-    f"{_EPILOG}\n{_settings_help()}",
+    _epilog,
     [
         CONFIG,
         OVERRIDES,

@@ -8,6 +8,8 @@ from typing import Annotated, Any, get_args
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 from pydantic.fields import FieldInfo
 
+from paddle_vl.files.stored_settings import descriptions
+
 
 def named(settings: Mapping[str, dict[str, Any]]) -> BeforeValidator:
     """Lets a section be given as the name of settings, instead of these."""
@@ -56,7 +58,8 @@ class Section(BaseModel):
         strict=True,
         extra="forbid",
         allow_inf_nan=False,
-        use_attribute_docstrings=True,
+        # A run has the settings of one family.
+        defer_build=True,
     )
 
 
@@ -85,14 +88,14 @@ def setting_descriptions(section: type[Section], prefix: str = "") -> dict[str, 
     Settings of nested sections follow under dotted names. A section is listed itself only if it has
     a description.
     """
-    described, nested = {}, {}
+    described, nested, meanings = {}, {}, descriptions(section)
     for name, field in section.model_fields.items():
-        if field.description is not None:
+        if (description := meanings[name]) is not None:
             default = "required"
             if not field.is_required():
                 value = field.get_default(call_default_factory=True)
                 default = "its settings below" if isinstance(value, Section) else _in_yaml(value)
-            described[prefix + name] = (default, " ".join(field.description.split()))
+            described[prefix + name] = (default, description)
         if (inner := section_of(field)) is not None:
             nested |= setting_descriptions(inner, f"{prefix}{name}.")
     return described | nested

@@ -77,17 +77,6 @@ class Machine:
         return max(size for size in (1, 2, 4, 8) if size <= max(1, self.num_devices))
 
 
-# What a check may need of the machine, and the reason of a check that is skipped.
-NEEDS: dict[str, tuple[Callable[[Machine], bool], str]] = {
-    "several ranks": (
-        lambda m: m.num_ranks > 1,
-        "needs two GPUs on this machine, and one is visible",
-    ),
-    "bfloat16": (
-        lambda m: m.has_bfloat16,
-        "needs a GPU with bfloat16 (compute capability 8.0); Paddle's CPU kernels lack it",
-    ),
-}
 Run = Callable[[Machine], Result]
 R = TypeVar("R", bound=Callable[..., Result])
 
@@ -100,7 +89,7 @@ class Check:
         name: `group.item`.
         title: what it shows, in a few words.
         run: returns the result; an exception is a finding too.
-        need: a key of `NEEDS`, without which the check is skipped.
+        needs_bfloat16: whether the check is skipped without.
         limit_s: seconds until the check counts as hanging.
         is_quick: whether `--quick` runs it.
     """
@@ -108,7 +97,7 @@ class Check:
     name: str
     title: str
     run: Run
-    need: str | None = None
+    needs_bfloat16: bool = False
     limit_s: float = 60.0
     is_quick: bool = True
 
@@ -145,8 +134,9 @@ def check(name: str, **settings: Any) -> Callable[[R], R]:
 
 def run_check(check: Check, machine: Machine) -> Result:
     """Run a check in this process; an exception becomes a finding."""
-    if check.need is not None and not NEEDS[check.need][0](machine):
-        return Result("skipped", NEEDS[check.need][1])
+    if check.needs_bfloat16 and not machine.has_bfloat16:
+        why = "needs a GPU with bfloat16 (compute capability 8.0); Paddle's CPU kernels lack it"
+        return Result("skipped", why)
     try:
         return check.run(machine)
     except (Exception, SystemExit) as error:

@@ -221,7 +221,7 @@ def check_tf32(machine: Machine) -> Result:
     )
 
 
-@check("environment.bfloat16", need="bfloat16")
+@check("environment.bfloat16", needs_bfloat16=True)
 def check_bfloat16(machine: Machine) -> Result:
     """Products of bfloat16 add up in float32."""
     # 256 is the last whole number after which a sum of ones in bfloat16 stands still.

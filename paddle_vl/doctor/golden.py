@@ -111,6 +111,6 @@ for _file, _model in CASES.items():
             f"golden.{_file.stem}_bfloat16",
             "The same in bfloat16",
             partial(check_case, _file, "bfloat16"),
-            need="bfloat16",
+            needs_bfloat16=True,
         ),
     ]

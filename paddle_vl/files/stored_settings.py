@@ -5,11 +5,15 @@ pydantic models, see `paddle_vl.config.section`. Nothing is converted: `true` or
 an integer is an error.
 """
 
+import ast
 import dataclasses
+import inspect
 import json
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import cache, wraps
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -100,9 +104,7 @@ def checked(cls: type[T]) -> type[T]:
     Raises:
         ValueError: (the constructor) fields are unknown, missing or do not fit; names each.
     """
-    config = ConfigDict(
-        strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     made: Any = dataclass(cls, frozen=True, config=config)
     check = made.__init__
 
@@ -221,12 +223,33 @@ def known_values(
 
 
 def descriptions(cls: Any) -> dict[str, str | None]:
-    """The docstrings below the fields of a checked dataclass and its bases."""
+    """The docstrings below the fields of a checked dataclass or a section of settings, and of its
+    bases. pydantic's own reading of them would be half of a command's start."""
     described: dict[str, str | None] = {}
     for base in reversed(cls.__mro__):
-        for name, field in getattr(base, "__pydantic_fields__", {}).items():
-            described[name] = field.description or described.get(name)
+        if (fields := base.__dict__.get("__pydantic_fields__")) is not None:
+            described |= {
+                name: each.description or described.get(name) for name, each in fields.items()
+            }
+            described |= _docstrings(base.__module__).get(base.__name__, {})
     return described
+
+
+@cache
+def _docstrings(module: str) -> dict[str, dict[str, str]]:
+    """The docstrings below the fields of each class of a module."""
+    found: dict[str, dict[str, str]] = {}
+    for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for pair in pairwise(node.body):
+            match pair:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    found.setdefault(node.name, {})[name] = " ".join(text.split())
+    return found
 
 
 def explained(error: ValidationError) -> str:

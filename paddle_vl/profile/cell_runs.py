@@ -25,7 +25,7 @@ _NO_MEMORY = re.compile(r"out of memory|ResourceExhausted|bad_alloc|fail(ed)? to
 _SUMMARY = re.compile(r"Error Message Summary:\s*-+\s*(.+)", re.S)
 
 
-class Outcome(NamedTuple):
+class CellOutcome(NamedTuple):
     """How a profile ended, and why, in words."""
 
     status: Status
@@ -74,7 +74,7 @@ def run_cell(
     folder: Path,
     limits: Limits,
     variables: Mapping[str, str] = {},
-) -> Outcome:
+) -> CellOutcome:
     """Run `paddle-vl ARGUMENTS` on ranks of its own within limits.
 
     Args:
@@ -101,29 +101,29 @@ def run_cell(
             variables=variables,
         )
     except TimeLimitError as error:
-        return Outcome("timeout", str(error))
+        return CellOutcome("timeout", str(error))
     except MemoryLimitError as error:
-        return Outcome("oom", f"{error}, within a step")
+        return CellOutcome("oom", f"{error}, within a step")
     if failures:
         return _failed(failures[0], num_ranks, folder)
     if code:
         sys.exit(code)
-    return Outcome("ok")
+    return CellOutcome("ok")
 
 
-def _failed(failure: Failure, num_ranks: int, folder: Path) -> Outcome:
+def _failed(failure: Failure, num_ranks: int, folder: Path) -> CellOutcome:
     errors: dict[int, dict[str, Any]] = {}
     for rank in range(num_ranks):
         if (file := _error_file(folder, rank)).exists():
             errors[rank] = json.loads(file.read_text(encoding="utf-8"))
     for rank, error in errors.items():
         if error["is_out_of_memory"]:
-            return Outcome("oom", f"rank {rank}: {error['message']}")
+            return CellOutcome("oom", f"rank {rank}: {error['message']}")
     if failure.rank in errors:
         # The others fail soon after the first.
         rank = min(errors, key=lambda each: errors[each]["time"])
-        return Outcome("failed", f"rank {rank}: {errors[rank]['message']}")
-    return Outcome("failed", f"{failure}: {_last_line(folder / 'log', failure.rank)}")
+        return CellOutcome("failed", f"rank {rank}: {errors[rank]['message']}")
+    return CellOutcome("failed", f"{failure}: {_last_line(folder / 'log', failure.rank)}")
 
 
 def _error_file(folder: Path, rank: int) -> Path:

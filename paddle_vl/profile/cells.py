@@ -160,29 +160,24 @@ class Cell:
 
 @dataclass(frozen=True)
 class Growth:
-    """Batch sizes to try: the given ones, or doubled until one does not fit and then bisected.
+    """Batch sizes to try: the given ones, or doubled from 1 until one does not fit and then
+    bisected.
 
     Attributes:
-        first, largest: the first and the largest size of the doubling.
+        sizes: sizes in ascending order, tried until one does not fit; without any, doubling.
+        largest: the last size of the doubling.
         resolution: bisection ends when the smallest size that does not fit exceeds the largest that
             fits by at most this share of the latter, or by 1.
-        sizes: sizes in ascending order, tried until one does not fit; without any, doubling.
     """
 
-    first: int = 1
+    sizes: Sequence[int] = ()
     largest: int = 64
     resolution: float = 0.125
-    sizes: Sequence[int] = ()
 
     def __post_init__(self):
         if self.sizes and (min(self.sizes) < 1 or list(self.sizes) != sorted(set(self.sizes))):
             raise ValueError(
                 f"batch sizes {list(self.sizes)}: give whole numbers from 1 in ascending order"
-            )
-        if not 1 <= self.first <= self.largest:
-            raise ValueError(
-                f"batch sizes from {self.first} to {self.largest}: the first must be at least 1 "
-                "and at most the largest"
             )
 
     def next_size(self, fits: Mapping[int, bool]) -> int | None:
@@ -194,13 +189,10 @@ class Growth:
         if self.sizes:
             left = [size for size in self.sizes if size not in fits]
             return left[0] if left and all(fits.values()) else None
-        if not fits:
-            return self.first
         low = max((size for size, is_fit in fits.items() if is_fit), default=0)
-        too_large = [size for size, is_fit in fits.items() if not is_fit and size > low]
-        if not too_large:
-            return min(2 * low, self.largest) if low < self.largest else None
-        high = min(too_large)
+        high = min((size for size, is_fit in fits.items() if not is_fit), default=None)
+        if high is None:
+            return min(2 * low or 1, self.largest) if low < self.largest else None
         if high - low <= max(1, int(self.resolution * low)):
             return None
         return (low + high) // 2

@@ -10,10 +10,9 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import paddle
@@ -22,14 +21,12 @@ from paddle_vl.config.families import model_values
 from paddle_vl.config.load import flatten, load_run_config
 from paddle_vl.config.parallel_settings import launch_variables
 from paddle_vl.processes import Limits
-from paddle_vl.profile.cell_runs import Outcome, run_cell
+from paddle_vl.profile.cell_runs import CellOutcome, run_cell
 from paddle_vl.profile.cells import RESULT_FILE, Cell, Growth, MatrixChoice
 from paddle_vl.profile.memory import GB
 from paddle_vl.profile.workload import ProfileSettings
 
 logger = logging.getLogger(__name__)
-# Runs `paddle-vl` with arguments on so many ranks, in a folder, within limits, with variables.
-CellRunner = Callable[[Sequence[str], int, Path, Limits, Mapping[str, str]], Outcome]
 
 
 @dataclass(frozen=True)
@@ -73,12 +70,7 @@ def all_choices(
     return [MatrixChoice(s, r, c, a) for c, r, a, s in combined]
 
 
-def run_matrix(
-    config_file: str,
-    overrides: Sequence[str],
-    settings: MatrixSettings,
-    run: CellRunner = run_cell,
-) -> list[Cell]:
+def run_matrix(config_file: str, overrides: Sequence[str], settings: MatrixSettings) -> list[Cell]:
     """Run the missing cells of a matrix.
 
     A line ends when `growth` has no further batch size, or at a cell that failed or timed out,
@@ -86,7 +78,6 @@ def run_matrix(
 
     Args:
         config_file, overrides: of the run that is profiled.
-        run: runs a cell.
 
     Returns:
         All cells, by line and batch size.
@@ -109,7 +100,7 @@ def run_matrix(
         fits: dict[int, bool] = {}
         while (size := settings.growth.next_size(fits)) is not None:
             own = [*overrides, *choice.overrides(config, settings.num_processes, size)]
-            cells.append(_run_cell(config_file, own, choice, size, settings, run))
+            cells.append(_run_cell(config_file, own, choice, size, settings))
             if cells[-1].status not in ("ok", "oom"):
                 break
             fits[size] = cells[-1].status == "ok"
@@ -122,7 +113,6 @@ def _run_cell(
     choice: MatrixChoice,
     size: int,
     settings: MatrixSettings,
-    run: CellRunner,
 ) -> Cell:
     """All runs of a cell, unless their results are known; the first that does not end well is the
     last."""
@@ -136,7 +126,7 @@ def _run_cell(
         if not why:
             return known
     variables = launch_variables(load_run_config(config_file, overrides).parallel)
-    outcome, runs = Outcome("ok"), []
+    outcome, runs = CellOutcome("ok"), []
     while outcome.status == "ok" and len(runs) < settings.repeats:
         of_run = folder / f"run_{len(runs) + 1}" if runs else folder
         of_run.mkdir(parents=True, exist_ok=True)
@@ -145,15 +135,15 @@ def _run_cell(
         workload = replace(settings.profile.workload, cameras=choice.cameras)
         arguments = replace(settings.profile, out=of_run, workload=workload).arguments()
         command = ["profile", config_file, *overrides, *arguments]
-        outcome = run(command, settings.num_processes, of_run, settings.limits, variables)
+        outcome = run_cell(command, settings.num_processes, of_run, settings.limits, variables)
         if outcome.status == "ok" and not result.exists():
-            outcome = Outcome("failed", "ended well without a profile")
+            outcome = CellOutcome("failed", "ended well without a profile")
         elif outcome.status == "ok":
             runs.append(json.loads(result.read_text(encoding="utf-8")))
             runs[-1].pop("config", None)
     if outcome.status != "ok":
         which = f"run {len(runs) + 1}: " if runs else ""
-        outcome, runs = Outcome(outcome.status, f"{which}{outcome.detail}"), []
+        outcome, runs = CellOutcome(outcome.status, f"{which}{outcome.detail}"), []
     cell = Cell(choice, size, *outcome, current, tuple(runs))
     cell.write(folder)
     logger.info("%s: %s", cell.name, _in_words(cell))

@@ -19,7 +19,7 @@ _PROCESS = Path("/proc/self")
 _RESET_PEAK = "5"
 
 
-class Peak(NamedTuple):
+class MemoryPeak(NamedTuple):
     """Bytes of tensors, and bytes reserved on a GPU or resident on a CPU."""
 
     allocated: int
@@ -56,13 +56,13 @@ class MemoryMeter:
         with suppress(OSError):
             _forget_resident_peak()
 
-    def peak(self) -> Peak:
+    def peak(self) -> MemoryPeak:
         """The peak since the reset."""
         if not self._is_cpu:
-            return Peak(cuda.max_memory_allocated(), cuda.max_memory_reserved())
+            return MemoryPeak(cuda.max_memory_allocated(), cuda.max_memory_reserved())
         status = (_PROCESS / "status").read_text()
         kilobytes = status.partition("VmHWM:")[2].split()[0]
-        return Peak(core.host_memory_stat_peak_value("Allocated", 0), 1024 * int(kilobytes))
+        return MemoryPeak(core.host_memory_stat_peak_value("Allocated", 0), 1024 * int(kilobytes))
 
 
 def device_memory_limit() -> int | None:

@@ -180,7 +180,7 @@ def _facts(config: RunConfig, settings: ProfileSettings, trainer: Trainer) -> di
         "num_workers": data.num_workers,
         "prefetch_factor": data.prefetch_batches,
         "cameras": settings.workload.cameras,
-        "data_source": settings.workload.source,
+        "data_source": "synthetic" if settings.workload.is_synthetic else "the run's own",
         "device": paddle.get_device(),
         "paddle": paddle.__version__,
         "allocator_flags": allocator_flags(),

@@ -31,10 +31,6 @@ class Workload:
     image_side: int | None = None
     answer_tokens: int | None = None
 
-    @property
-    def source(self) -> str:
-        return "synthetic" if self.is_synthetic else "the run's own"
-
 
 @dataclass(frozen=True)
 class ProfileSettings:

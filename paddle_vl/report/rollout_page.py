@@ -12,7 +12,7 @@ from PIL import Image
 
 from paddle_vl.files.text_file import write_text
 from paddle_vl.report.html import address, document, picture, table
-from paddle_vl.simulation.rollout import Episode, summary
+from paddle_vl.simulation.rollout import RolledEpisode, summary
 
 # Pictures of an episode in the contact sheet.
 _COLUMNS = 8
@@ -25,7 +25,7 @@ td, th { padding: .1rem .8rem; text-align: right; } img, video { max-width: 100%
 
 
 def write_rollout(
-    folder: Path, about: dict[str, Any], episodes: Sequence[Episode], fps: int
+    folder: Path, about: dict[str, Any], episodes: Sequence[RolledEpisode], fps: int
 ) -> list[Path]:
     """Write rollout.json, episodes.png, episodes.mp4 and a page with all of it, rollout.html.
 
@@ -59,7 +59,7 @@ def write_rollout(
     return files
 
 
-def contact_sheet(episodes: Sequence[Episode]) -> np.ndarray:
+def contact_sheet(episodes: Sequence[RolledEpisode]) -> np.ndarray:
     """One row per episode, evenly spaced pictures from its first to its last; `[H, W, 3]` uint8."""
     rows = []
     for episode in episodes:
@@ -68,7 +68,7 @@ def contact_sheet(episodes: Sequence[Episode]) -> np.ndarray:
     return np.concatenate(rows)
 
 
-def _framed(episode: Episode, place: int) -> np.ndarray:
+def _framed(episode: RolledEpisode, place: int) -> np.ndarray:
     """A picture, the last one if the episode has ended before, enlarged and framed."""
     image = episode.images[min(place, len(episode.images) - 1)]
     times = max(1, math.ceil(_SMALLEST_SIDE / image.shape[0]))
@@ -80,7 +80,7 @@ def _framed(episode: Episode, place: int) -> np.ndarray:
     )
 
 
-def _write_video(file: Path, episodes: Sequence[Episode], fps: int) -> None:
+def _write_video(file: Path, episodes: Sequence[RolledEpisode], fps: int) -> None:
     """All episodes side by side; those that have ended stand still."""
     try:
         import av

@@ -23,40 +23,6 @@ HOST = "127.0.0.1"
 _FILES = (METRICS_FILE, RUN_FILE, CONFIG_FILE, PREDICTIONS_FILE, ACTIONS_FILE)
 
 
-class Watched:
-    """The report of runs as it is now; read again when a file of a run has changed."""
-
-    def __init__(self, folders: Sequence[str | Path], joins_seeds: bool):
-        self._joins_seeds = joins_seeds
-        self._folders = [Path(folder) for folder in folders]
-        self._lock, self._seen, self._page = Lock(), "", ""
-
-    @property
-    def version(self) -> str:
-        """Changes with the files."""
-        states = []
-        for file in (folder / name for folder in self._folders for name in _FILES):
-            if file.is_file():
-                stat = file.stat()
-                states.append((str(file), stat.st_mtime_ns, stat.st_size))
-        return hashlib.sha256(repr(states).encode()).hexdigest()[:16]
-
-    def read(self) -> tuple[str, str]:
-        """The version and the page.
-
-        Raises:
-            ValueError, RuntimeError: see `paddle_vl.report.runs.read_runs`.
-        """
-        with self._lock:
-            # Before the files are read: what changes meanwhile is read at the next request.
-            if (version := self.version) != self._seen:
-                runs = read_runs(self._folders)
-                runs = by_seed(runs) if self._joins_seeds else runs
-                self._page = page(runs, panels_of(runs), version)
-                self._seen = version
-            return self._seen, self._page
-
-
 class _Handler(BaseHTTPRequestHandler):
     server: "ReportServer"
 
@@ -69,7 +35,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.NOT_FOUND, "text/plain", "the report is at /")
             return
         try:
-            version, text = self.server.watched.read()
+            version, text = self.server.read()
         except (OSError, ValueError, RuntimeError) as error:
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", str(error))
             return
@@ -109,8 +75,29 @@ class ReportServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, folders: Sequence[str | Path], port: int, joins_seeds: bool = False):
-        self.watched = Watched(folders, joins_seeds)
+        self._folders, self._joins_seeds = [Path(folder) for folder in folders], joins_seeds
+        self._lock, self._seen, self._page = Lock(), "", ""
         super().__init__((HOST, port), _Handler)
+
+    def read(self) -> tuple[str, str]:
+        """The page as it is now, which is read again when a file of a run has changed, and its
+        version, which changes with it.
+
+        Raises:
+            ValueError, RuntimeError: see `paddle_vl.report.runs.read_runs`.
+        """
+        with self._lock:
+            # Before the files are read: what changes meanwhile is read at the next request.
+            files = (folder / name for folder in self._folders for name in _FILES)
+            states = [(file, file.stat()) for file in files if file.is_file()]
+            told = [(str(file), stat.st_mtime_ns, stat.st_size) for file, stat in states]
+            version = hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+            if version != self._seen:
+                runs = read_runs(self._folders)
+                runs = by_seed(runs) if self._joins_seeds else runs
+                self._page = page(runs, panels_of(runs), version)
+                self._seen = version
+            return self._seen, self._page
 
     @property
     def address(self) -> str:

@@ -17,7 +17,7 @@ from paddle_vl.serving.metrics import Metrics
 BATCH_SIZE = "paddle_vl_batch_size"
 
 
-class Request(NamedTuple):
+class ActorRequest(NamedTuple):
     """A checked request.
 
     Attributes:
@@ -46,7 +46,7 @@ class BatchSettings:
 
 
 class _Waiting(NamedTuple):
-    request: Request
+    request: ActorRequest
     answer: asyncio.Future
 
 
@@ -68,7 +68,7 @@ class BatchQueue:
         """Requests that wait, without those that run."""
         return len(self._waiting)
 
-    async def answer(self, request: Request) -> Any:
+    async def answer(self, request: ActorRequest) -> Any:
         """The answer to a request. Cancelled, it leaves the queue and does not run.
 
         Raises:

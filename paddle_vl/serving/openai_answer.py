@@ -25,7 +25,7 @@ FIRST_SECONDS = "paddle_vl_time_to_first_token_seconds"
 NEXT_SECONDS = "paddle_vl_time_per_output_token_seconds"
 
 
-class Answer(Response):
+class AnswerResponse(Response):
     """A response; the requests to the engine end with it.
 
     Args:

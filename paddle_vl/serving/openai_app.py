@@ -30,7 +30,7 @@ from paddle_vl.serving.openai_answer import (
     NEXT_SECONDS,
     REQUEST_SECONDS,
     SLOW_S,
-    Answer,
+    AnswerResponse,
     as_api_error,
     cancel,
     refusal,
@@ -181,7 +181,7 @@ class OpenAIApp:
     async def _completion(self, request: HttpRequest) -> Response:
         return await self._answer(request, completion_call)
 
-    async def _answer(self, request: HttpRequest, read: Read) -> Answer:
+    async def _answer(self, request: HttpRequest, read: Read) -> AnswerResponse:
         body = bytearray()
         try:
             await asyncio.wait_for(self._collect(request, body), SLOW_S)
@@ -193,7 +193,7 @@ class OpenAIApp:
         finally:
             self._num_body_bytes -= len(body)
         deadline, begin = self.settings.deadline_s, request.scope["begin"]
-        return Answer(call, handles, begin, deadline, self.metrics.observe)
+        return AnswerResponse(call, handles, begin, deadline, self.metrics.observe)
 
     async def _collect(self, request: HttpRequest, body: bytearray) -> None:
         """Read a body. What is refused is read on, since a client that still sends would see a

@@ -14,7 +14,7 @@ from paddle_vl.serving.answer_parts import AnswerReader, Parts
 from paddle_vl.serving.engine import Engine, Event, Request, Sampling
 from paddle_vl.serving.grammars import Grammars, choice_rule, json_rule, regex_rule
 from paddle_vl.serving.openai_protocol import ApiError, ChatRequest, CompletionRequest, parsed
-from paddle_vl.serving.prompts import Prompt, Prompts
+from paddle_vl.serving.prompts import Prompts, ServedPrompt
 
 # JSON has no -inf; vLLM writes this.
 _LEAST = -9999.0
@@ -89,7 +89,7 @@ class Call:
         self,
         served: ServedModel,
         request: ChatRequest | CompletionRequest,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[ServedPrompt],
         tools: Mapping[str, Any] | None = None,
     ):
         """Raises an ApiError for what does not fit the model.
@@ -112,14 +112,14 @@ class Call:
                 index = len(self.choices)
                 self.choices.append(Choice(index, asked, self._reader(prompt)))
 
-    def _reader(self, prompt: Prompt) -> AnswerReader:
+    def _reader(self, prompt: ServedPrompt) -> AnswerReader:
         decode, stops = self._served.prompts.processor.decode, self.request.stop
         if isinstance(self.request, CompletionRequest):
             return AnswerReader(decode, stops, is_plain=True)
         several = self.request.parallel_tool_calls
         return AnswerReader(decode, stops, prompt.opens_reasoning, self._tools or None, several)
 
-    def _samplings(self, prompt: Prompt) -> list[Sampling]:
+    def _samplings(self, prompt: ServedPrompt) -> list[Sampling]:
         """The settings of the answers to a prompt; each has a seed of its own."""
         request, served = self.request, self._served
         room = served.prompts.max_length - len(prompt.ids)
@@ -147,7 +147,7 @@ class Call:
             for i in range(request.n)
         ]
 
-    def _constraint(self, prompt: Prompt) -> Any:
+    def _constraint(self, prompt: ServedPrompt) -> Any:
         """What answers keep; None for nothing."""
         form, found = self.request.structured_outputs, {}
         if form is not None and form.json_ is not None:

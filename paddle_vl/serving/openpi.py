@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from paddle_vl.serving.batching import Request
+from paddle_vl.serving.batching import ActorRequest
 from paddle_vl.serving.msgpack_numpy import OPENPI
 from paddle_vl.serving.policy import PolicyActor
 from paddle_vl.serving.transport import Peer, PeerLeftError, error_text
@@ -59,7 +59,7 @@ class OpenpiProtocol:
             previous = {"prev_total_ms": _ms_since(begin)}
             number += 1
 
-    def _request(self, message: bytes | str, number: int) -> Request:
+    def _request(self, message: bytes | str, number: int) -> ActorRequest:
         observation = OPENPI.unpack(message)
         if not isinstance(observation, dict):
             found = type(observation).__name__

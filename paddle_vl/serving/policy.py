@@ -22,7 +22,7 @@ from paddle_vl.families.policy.demonstrations.sample import (
 )
 from paddle_vl.families.policy.images import cameras_of, letterbox
 from paddle_vl.families.policy.normalize import text_of
-from paddle_vl.serving.batching import Request
+from paddle_vl.serving.batching import ActorRequest
 from paddle_vl.serving.msgpack_numpy import MOST_TEXT
 
 # The others are the planner's.
@@ -145,7 +145,7 @@ class PolicyActor:
         observation: Mapping[str, Any],
         number: int,
         history: ObservationHistory | None = None,
-    ) -> Request:
+    ) -> ActorRequest:
         """The request for a chunk; the answer is a map with `actions` `[C, A]` float32.
 
         Args:
@@ -248,7 +248,7 @@ class PolicyActor:
             )
         return batch
 
-    def _request(self, batch: dict[str, Any], number: int) -> Request:
+    def _request(self, batch: dict[str, Any], number: int) -> ActorRequest:
         if (PREFIX in batch) != (DELAY in batch):
             raise ValueError(
                 f"the observation has one of {PREFIX} and {DELAY}: both belong together"
@@ -258,7 +258,7 @@ class PolicyActor:
         shape = (1, self.config.chunk_size, self.config.max_action_dim)
         rng = sample_rng(self._seed, Stream.FLOW, number)
         noise = rng.standard_normal(shape, dtype=np.float32)
-        return Request(self.run, _Item(inputs, noise), inputs.layout)
+        return ActorRequest(self.run, _Item(inputs, noise), inputs.layout)
 
 
 def _flat(observation: Mapping[Any, Any], above: str = "") -> list[tuple[str, Any]]:

@@ -42,7 +42,7 @@ class MediaRules:
     allow_remote: bool = False
 
 
-class Prompt(NamedTuple):
+class ServedPrompt(NamedTuple):
     """A prompt.
 
     Attributes:
@@ -71,7 +71,7 @@ class Prompts:
 
     def of_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], variables: Any
-    ) -> Prompt:
+    ) -> ServedPrompt:
         """The prompt of a conversation; an answer that it ends with is continued.
 
         Args:
@@ -98,9 +98,9 @@ class Prompts:
         del batch["attention_mask"]
         self.check_length(len(ids))
         last = self.processor.decode(ids[-_LAST:], skip_special_tokens=False)
-        return Prompt(ids, batch, last.rstrip().endswith(THINK))
+        return ServedPrompt(ids, batch, last.rstrip().endswith(THINK))
 
-    def of_text(self, text: str | Sequence[int]) -> Prompt:
+    def of_text(self, text: str | Sequence[int]) -> ServedPrompt:
         """The prompt of a text as it is, control tokens included, or of token ids.
 
         Raises:
@@ -118,7 +118,7 @@ class Prompts:
         if not ids:
             raise ApiError(400, "prompt: it is empty; give at least one token", "prompt")
         self.check_length(len(ids))
-        return Prompt(np.array(ids, dtype=np.int64))
+        return ServedPrompt(np.array(ids, dtype=np.int64))
 
     def check_length(self, prompt: int, answer: int = 1) -> None:
         """Raises an ApiError of status 400 if a prompt and its answer have no room."""

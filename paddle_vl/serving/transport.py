@@ -22,7 +22,7 @@ from websockets.http11 import Request as HttpRequest
 from websockets.http11 import Response
 
 from paddle_vl.serving.access import is_allowed
-from paddle_vl.serving.batching import BATCH_SIZE, BatchQueue, BatchSettings, Request
+from paddle_vl.serving.batching import BATCH_SIZE, ActorRequest, BatchQueue, BatchSettings
 from paddle_vl.serving.metrics import CONTENT_TYPE, Metrics
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class Peer:
         if not self._is_answering:
             await self._connection.close(_GOING_AWAY)
 
-    async def answer(self, prepare: Callable[[], Request]) -> Any:
+    async def answer(self, prepare: Callable[[], ActorRequest]) -> Any:
         """The model's answer.
 
         Args:

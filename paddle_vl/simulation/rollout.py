@@ -20,7 +20,7 @@ _LIMITS = (60, 100, 200)
 
 
 @dataclass
-class Episode:
+class RolledEpisode:
     """One episode.
 
     Attributes:
@@ -42,7 +42,7 @@ def roll_out(
     seeds: Sequence[int],
     blank: Sequence[Blank] = (),
     num_shown: int = 0,
-) -> Iterator[Episode]:
+) -> Iterator[RolledEpisode]:
     """The episodes of the seeds, in their order.
 
     Each depends on its own seed only, up to rounding: not on the number of environments.
@@ -55,7 +55,7 @@ def roll_out(
     """
     check_policy(policy, environments[0])
     for first in range(0, len(seeds), len(environments)):
-        group = [Episode(seed) for seed in seeds[first : first + len(environments)]]
+        group = [RolledEpisode(seed) for seed in seeds[first : first + len(environments)]]
         _act(policy, environments, group, blank, max(0, num_shown - first))
         yield from group
 
@@ -85,7 +85,7 @@ def check_policy(policy: ActingPolicy, environment: Environment) -> None:
 def _act(
     policy: ActingPolicy,
     environments: Sequence[Environment],
-    episodes: Sequence[Episode],
+    episodes: Sequence[RolledEpisode],
     blank: Sequence[Blank],
     num_shown: int,
 ) -> None:
@@ -139,7 +139,7 @@ def wilson_interval(num_successes: int, num_episodes: int) -> tuple[float, float
     return float(low), float(high)
 
 
-def summary(episodes: Sequence[Episode]) -> dict[str, Any]:
+def summary(episodes: Sequence[RolledEpisode]) -> dict[str, Any]:
     """Success rate with its interval, and how soon episodes succeed, for a report.
 
     A policy that wanders reaches many goals in the end, one that sees them at once: so the rates

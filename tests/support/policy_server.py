@@ -10,7 +10,7 @@ from dataclasses import replace
 from http.client import HTTPConnection, HTTPResponse
 from typing import Any
 
-from paddle_vl.serving.batching import BatchSettings, Request
+from paddle_vl.serving.batching import ActorRequest, BatchSettings
 from paddle_vl.serving.transport import Server, ServerSettings, WireProtocol
 from tests.support.tiny import GOLDEN
 
@@ -91,12 +91,12 @@ class Scripted:
     def new_history(self) -> None:
         return None
 
-    def request(self, observation: dict, number: int, history: None = None) -> Request:
+    def request(self, observation: dict, number: int, history: None = None) -> ActorRequest:
         self.observations.append(observation)
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
-        return Request(lambda items: items, answer)
+        return ActorRequest(lambda items: items, answer)
 
 
 class Session:

@@ -34,7 +34,7 @@ _CHUNK = 256
 
 
 @checked
-class Sizes:
+class ModelSizes:
     """What the runtime must know of the model's configuration."""
 
     image_token_id: Annotated[int, Field(ge=0)]
@@ -60,7 +60,7 @@ class ExportedQwen3VL(Answers):
     """
 
     def __init__(self, folder: ExportFolder):
-        self._sizes = folder.sizes(Sizes)
+        self._sizes = folder.sizes(ModelSizes)
         self._tower, self._prefill, self._decode = (
             folder.program(name) for name in ("tower", "prefill", "decode")
         )

@@ -11,7 +11,6 @@ import json
 import re
 
 import numpy as np
-import pytest
 from PIL import Image
 
 from paddle_vl.cli.main import main
@@ -34,11 +33,12 @@ def test_the_answers_are_marked_and_nothing_else(run_file, capsys):
     ]
     assert "<|image_pad|>" in text
     assert "train.jsonl:2: " in text
-
-
-def test_settings_of_an_evaluation_need_no_files_of_one(run_file, capsys):
+    # Settings of an evaluation need no files of one.
     settings = ("train.eval_steps=1", "train.best={metric: loss}", "train.eval={}", "data.eval=[]")
     assert "red<|im_end|>" in shown(run_file, capsys, *settings)
+    for arguments, told in ((["--first", "12"], "has 12 samples"), (["--eval"], "data.eval")):
+        assert main(["show-data", str(run_file), *arguments]) == 1
+        assert told in capsys.readouterr().err
 
 
 def test_a_page_has_the_pictures_as_the_model_sees_them(run_file, capsys, tmp_path):
@@ -79,11 +79,3 @@ def test_a_box_is_drawn_and_text_stays_text(run_file, capsys, tmp_path):
     assert '<circle cx="5" cy="6" r="8"/>' in html
     assert "&lt;script&gt;" in html
     assert "<script>" not in html
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"), [(["--first", "12"], "has 12 samples"), (["--eval"], "data.eval")]
-)
-def test_samples_that_do_not_exist_are_refused(run_file, capsys, arguments, named):
-    assert main(["show-data", str(run_file), *arguments]) == 1
-    assert named in capsys.readouterr().err

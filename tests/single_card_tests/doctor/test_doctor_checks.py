@@ -85,6 +85,9 @@ def test_hfs_case_passes(machine, case):
     result = golden.check_case(case, "float32", machine)
     assert result.status == "ok", result.found
     assert result.figures["error"] < 2e-5
+    # Small enough for a wheel, and part of it.
+    assert case.stat().st_size < 300_000
+    assert '"paddle_vl.doctor" = ["cases/*"]' in (ROOT / "pyproject.toml").read_text()
 
 
 @pytest.mark.parametrize(
@@ -112,19 +115,8 @@ def test_a_changed_value_is_found(machine, tmp_path, case, name, where):
     assert result.remedy
 
 
-def test_the_cases_are_small_and_part_of_the_wheel():
-    assert QWEN3_VL.stat().st_size < 300_000
-    assert QWEN3_5.stat().st_size < 300_000
-    assert '"paddle_vl.doctor" = ["cases/*"]' in (ROOT / "pyproject.toml").read_text()
-
-
-def test_every_operation_has_an_example_and_every_example_an_operation():
-    names = {name_of(operation) for operation in own_operations()}
-    examples = {name.split(".")[0] for name in EXAMPLES}
-    assert names == examples, "change the tables of paddle_vl/nn/examples.py"
-
-
 def test_an_operation_without_an_example_is_a_finding(machine, monkeypatch):
+    names = {name_of(operation) for operation in own_operations()}
     monkeypatch.setattr(dispatch, "OPERATIONS", [])
 
     @operation
@@ -134,10 +126,19 @@ def test_an_operation_without_an_example_is_a_finding(machine, monkeypatch):
     result = kernels.check_operation(unheard_of, machine)
     assert result.status == "wrong"
     assert "unheard_of" in result.found
+    examples = {name.split(".")[0] for name in EXAMPLES}
+    assert examples <= names, "an example has no operation"
 
 
 def test_all_kernels_of_this_device_are_right(machine):
-    for check in [check for check in all_checks() if check.group == "kernels"]:
+    checks = all_checks()
+    assert len({check.name for check in checks}) == len(checks)
+    quick = {check.group for check in chosen_checks(checks, is_quick=True)}
+    assert quick == {"environment", "golden", "kernels"}
+    # A named check runs, quick or not.
+    (named,) = chosen_checks(checks, ["ranks.bandwidth"], is_quick=True)
+    assert named.name == "ranks.bandwidth"
+    for check in [check for check in checks if check.group == "kernels"]:
         result = run_check(check, machine)
         if result.status == "info":
             assert "the plain operation runs" in result.found
@@ -289,14 +290,3 @@ def test_numbers_reads_and_copies_of_a_run_that_differs_are_found(tmp_path, monk
     result = ranks.topologies_result([row | {"at": "train/trainer.py:9"}], 1e-5)
     assert result.status == "wrong"
     assert "reads the device 1 times and copies to it 0 times, at train/tra" in result.found
-
-
-def test_names_are_unique_and_quick_checks_are_a_part():
-    checks = all_checks()
-    assert len({check.name for check in checks}) == len(checks)
-    quick = chosen_checks(checks, is_quick=True)
-    assert {check.group for check in quick} >= {"environment", "golden", "kernels"}
-    assert len(quick) < len(checks)
-    # A named check runs, quick or not.
-    (named,) = chosen_checks(checks, ["ranks.bandwidth"], is_quick=True)
-    assert named.name == "ranks.bandwidth"

@@ -41,15 +41,6 @@ def findings(tmp_path_factory):
     }, folder
 
 
-def test_every_check_is_reported_once_and_in_order(findings):
-    assert list(findings[0]) == [
-        *("error.0", "segfault.1", "fine.2"),
-        *("leave.0", "hang.1", "end.2", "error.3", "fine.4"),
-    ]
-    # The checks after a crash ran.
-    assert [findings[0][name]["status"] for name in ("fine.2", "fine.4")] == ["ok", "ok"]
-
-
 @pytest.mark.parametrize(
     ("name", "words", "function"),
     [
@@ -68,7 +59,12 @@ def test_a_fault_of_a_check_is_a_finding_that_shows_where_it_was(findings, name,
     assert function is None or f"in {function}" in "\n".join(result["figures"]["output"])
 
 
-def test_what_a_hanging_check_has_started_ends_with_it(findings):
+def test_the_checks_after_a_fault_run_and_what_a_hanging_one_has_started_ends(findings):
+    assert list(findings[0]) == [
+        *("error.0", "segfault.1", "fine.2"),
+        *("leave.0", "hang.1", "end.2", "error.3", "fine.4"),
+    ]
+    assert [findings[0][name]["status"] for name in ("fine.2", "fine.4")] == ["ok", "ok"]
     (file,) = findings[1].rglob(doctor_faults.CHILD_FILE)
     child = int(file.read_text())
     deadline = time.monotonic() + 10

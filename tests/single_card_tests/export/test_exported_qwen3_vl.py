@@ -95,27 +95,12 @@ def test_tokens_are_those_of_the_model(model, exported, name):
     np.testing.assert_allclose(scores, wanted_scores, rtol=1e-4, atol=1e-5)
 
 
-def test_chunks_of_a_prompt_are_refused(exported):
-    with pytest.raises(ValueError, match="prefill_chunk_size is 4, but an exported prefill runs"):
-        exported.stream(**BATCHES["text"], prefill_chunk_size=4)
-
-
-def test_sampled_tokens_are_those_of_the_model(model, exported):
-    settings = {"do_sample": True, "seed": 3, "temperature": 1.5, "max_new_tokens": 12}
-    found = exported.generate(**BATCHES["image"], **settings)
-    assert found.tolist() == model.generate(**BATCHES["image"], **settings).tolist()
-
-
 def test_buffers_grow_when_an_answer_is_longer(model, exported, monkeypatch):
     monkeypatch.setattr("paddle_vl.export.qwen3_vl.exported._CHUNK", 3)
-    found = exported.generate(**BATCHES["padded"], max_new_tokens=20)
-    assert found.tolist() == model.generate(**BATCHES["padded"], max_new_tokens=20).tolist()
-
-
-def test_stop_tokens_end_an_answer(model, exported):
-    first = model.generate(**BATCHES["text"], max_new_tokens=4)[0].tolist()
-    settings = {"eos_token_id": first[2], "max_new_tokens": 9}
-    assert exported.generate(**BATCHES["text"], **settings)[0].tolist() == first[:3]
+    drawn = {"do_sample": True, "seed": 3, "temperature": 1.5}
+    for settings in ({}, drawn, {"eos_token_id": 5}):
+        settings = {**BATCHES["padded"], "max_new_tokens": 20, **settings}
+        assert exported.generate(**settings).tolist() == model.generate(**settings).tolist()
 
 
 def test_a_process_without_the_models_code_gives_the_same_tokens(model, folder, tmp_path):
@@ -129,13 +114,6 @@ print(load({str(folder)!r}).generate(**np.load("batch.npz"), max_new_tokens=9).t
     found = output_without_model_code("qwen3_vl", MODEL_CODE, script, tmp_path)
     wanted = model.generate(**BATCHES["mixed"], max_new_tokens=9)
     assert found == wanted.tolist()
-
-
-def test_weights_are_stored_once_for_prefill_and_decode(folder):
-    assert sorted(path.name for path in folder.glob("*.pdiparams")) == [
-        "decoder.pdiparams",
-        "tower.pdiparams",
-    ]
 
 
 # The prompt's visual tokens are counted, and a step is told where it writes.
@@ -256,16 +234,6 @@ def test_a_damaged_check_file_is_refused_by_name(folder, tmp_path, damage):
         load(damaged)
 
 
-def test_folders_that_are_no_export_are_refused(tmp_path, folder):
-    with pytest.raises(ValueError, match=r"has no export\.json: give a folder of paddle-vl export"):
-        load(tmp_path)
-    other = copied(folder, tmp_path / "other")
-    values = json.loads((other / MANIFEST_FILE).read_text()) | {"format": 99}
-    (other / MANIFEST_FILE).write_text(json.dumps(values))
-    with pytest.raises(ValueError, match="not of format 2"):
-        load(other)
-
-
 def test_loading_tunes_the_cpu_kernels_and_sets_threads(folder, monkeypatch):
     monkeypatch.setattr(program, "_threads", None)
     kept = paddle.get_flags(STRIDE_KERNELS)
@@ -299,28 +267,34 @@ def test_all_cores_are_taken_unless_the_environment_says_otherwise(
     assert fresh._takes_all_cores == takes_all
 
 
-def test_placeholders_without_pixels_are_refused(exported):
-    given = {name: BATCHES["image"][name] for name in ("input_ids", "attention_mask")}
-    with pytest.raises(
-        ValueError, match="4 image placeholder tokens in input_ids but image_grid_thw .* 0"
-    ):
-        exported.generate(**given)
-
-
-def test_an_output_folder_that_is_not_empty_is_refused(model, tmp_path):
-    (tmp_path / "kept").write_text("mine")
-    with pytest.raises(ValueError, match="exists and is not an empty folder"):
-        export_model(model_to_export(model, lambda _: None), Path("tiny"), tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
-
-
 def test_the_manifest_says_what_is_in_the_folder(folder):
+    weights = sorted(path.name for path in folder.glob("*.pdiparams"))
+    assert weights == ["decoder.pdiparams", "tower.pdiparams"]
     manifest = json.loads((folder / MANIFEST_FILE).read_text())
     assert manifest["model_type"] == "qwen3_vl"
     assert manifest["versions"]["paddle_vl"] == paddle_vl.__version__
     assert manifest["programs"]["prefill"]["inputs"]["input_ids"] == [[-1, -1], "int64"]
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert set(manifest["files"]) == files - {MANIFEST_FILE}
+
+
+def test_what_cannot_be_is_refused(exported, model, folder, tmp_path):
+    with pytest.raises(ValueError, match="prefill_chunk_size is 4, but an exported prefill runs"):
+        exported.stream(**BATCHES["text"], prefill_chunk_size=4)
+    given = {name: BATCHES["image"][name] for name in ("input_ids", "attention_mask")}
+    with pytest.raises(
+        ValueError, match="4 image placeholder tokens in input_ids but image_grid_thw .* 0"
+    ):
+        exported.generate(**given)
+    with pytest.raises(ValueError, match=r"has no export\.json: give a folder of paddle-vl export"):
+        load(tmp_path)
+    values = json.loads((folder / MANIFEST_FILE).read_text()) | {"format": 99}
+    (tmp_path / MANIFEST_FILE).write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="not of format 2"):
+        load(tmp_path)
+    with pytest.raises(ValueError, match="exists and is not an empty folder"):
+        export_model(model_to_export(model, lambda _: None), Path("tiny"), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [MANIFEST_FILE]
 
 
 def test_the_processor_answers_messages(exported):

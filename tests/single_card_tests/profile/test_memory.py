@@ -8,7 +8,7 @@ the source says so; a GPU's numbers come from its allocator, both reset.
 import paddle
 
 from paddle_vl.profile import memory
-from paddle_vl.profile.memory import MemoryMeter, Peak
+from paddle_vl.profile.memory import MemoryMeter, MemoryPeak
 
 LARGE = 40_000_000
 
@@ -51,4 +51,4 @@ def test_gpu_numbers_are_its_allocators(monkeypatch):
     meter = MemoryMeter()
     meter.reset()
     assert len(reset) == 2
-    assert meter.peak() == Peak(3, 5)
+    assert meter.peak() == MemoryPeak(3, 5)

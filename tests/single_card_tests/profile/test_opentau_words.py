@@ -5,7 +5,6 @@ its keys and in its file; options take precedence over variables; what has no co
 before any work, or named as without effect; in a matrix variables choose the lines.
 """
 
-import argparse
 import json
 import logging
 
@@ -13,7 +12,7 @@ import pytest
 
 from paddle_vl.cli import profile as command
 from paddle_vl.cli.main import _parse, build_parser, main
-from paddle_vl.cli.opentau_words import translated, words_of_variables
+from paddle_vl.cli.opentau_words import translated
 from paddle_vl.config.load import load_run_config
 from paddle_vl.train.optimizer import AdamW
 from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
@@ -30,16 +29,6 @@ PHASES = {
     "dataload_wait", "forward", "bwd", "unscale_clip", "optim_step", "zero_grad_sched",
     "backward_step", "sync_gather", "total",
 }  # fmt: skip
-VARIABLES = (
-    "PROFILE_STEPS", "PROFILE_STEP_JSON", "PROFILE_NO_OPTIM", "ATTENTION_IMPL", "GRAD_CHECKPOINT",
-    "FIND_UNUSED_PARAMS", "FUSED_ADAMW", "TORCH_COMPILE",
-)  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def no_variables(monkeypatch):
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(scope="module")
@@ -98,36 +87,19 @@ def test_options_become_settings(given, wanted):
         (["--dataset_mixture.weight=[1]"], "did you mean --dataset_mixture.weights"),
         (["--batch_size=7", "--dataloader_batch_size=2"], "batch_size must be dataloader"),
         (["--batch_size=7", "--gradient_accumulation_steps=2"], "batch_size must be dataloader"),
+        ({"PROFILE_STEPS": "0"}, "PROFILE_STEPS is '0'"),
+        ({"GRAD_CHECKPOINT": "maybe"}, "GRAD_CHECKPOINT is 'maybe'"),
+        ({"TORCH_COMPILE": "true"}, "there is no torch here"),
+        ({"FUSED_ADAMW": "false"}, "Paddle's AdamW is fused"),
     ],
 )
-def test_wrong_options_are_refused(given, message, capsys):
-    with pytest.raises(ValueError, match=message):
-        translated(given)
+def test_wrong_options_and_variables_are_refused(given, message, capsys, monkeypatch):
+    options = given if isinstance(given, list) else []
+    for name, value in {} if options else given.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit):
-        main(["profile", *given])
+        main(["profile", *options])
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("PROFILE_STEPS", "0", "PROFILE_STEPS is '0'"),
-        ("GRAD_CHECKPOINT", "maybe", "GRAD_CHECKPOINT is 'maybe'"),
-        ("TORCH_COMPILE", "true", "there is no torch here"),
-        ("FUSED_ADAMW", "false", "Paddle's AdamW is fused"),
-    ],
-)
-def test_variables_that_cannot_be_honoured_are_refused(name, value, message):
-    with pytest.raises(ValueError, match=message):
-        words_of_variables({name: value})
-
-
-def test_variables_without_effect_are_named(caplog):
-    with caplog.at_level(logging.INFO, "paddle_vl"):
-        found = words_of_variables({"FIND_UNUSED_PARAMS": "false", "FUSED_ADAMW": "true"})
-    assert found == []
-    assert "FIND_UNUSED_PARAMS=false has no effect here" in caplog.text
-    assert "FUSED_ADAMW=true has no effect here" in caplog.text
 
 
 def test_opentaus_command_on_the_runs_own_data_profiles_what_it_says(policy_file, tmp_path, capsys):
@@ -168,45 +140,40 @@ def test_opentaus_command_profiles_what_it_says(policy_file, tmp_path, monkeypat
     assert result["config"]["model"]["policy"]["dropout"] == 0.0
 
 
-def test_options_take_precedence_over_variables(policy_file, monkeypatch):
-    monkeypatch.setenv("PROFILE_STEPS", "2")
-    monkeypatch.setenv("ATTENTION_IMPL", "sdpa")
-    monkeypatch.setenv("GRAD_CHECKPOINT", "true")
-    given = ["--steps", "5", "--policy.attention_implementation=eager", "train.recompute=none"]
-    options = taken([str(policy_file), *given])
-    config = load_run_config(options.config, options.overrides)
-    assert options.steps == 5
-    assert config.train.recompute == "none"
-    assert config.model.policy.attention_implementation == "eager"
-
-
-def test_variables_choose_the_lines_of_a_matrix(policy_file, monkeypatch):
-    monkeypatch.setenv("ATTENTION_IMPL", "eager")
-    monkeypatch.setenv("GRAD_CHECKPOINT", "false")
-    options = taken([str(policy_file), "--matrix"])
-    assert (options.attention, options.recompute, options.overrides) == (["eager"], ["none"], [])
-    options = taken([str(policy_file), "--matrix", "--attention", "sdpa", "eager"])
-    assert (options.attention, options.recompute) == (["sdpa", "eager"], ["none"])
-
-
-def taken(arguments: list[str]) -> argparse.Namespace:
-    options = _parse(build_parser(), ["profile", *arguments])
+def taken(policy_file, monkeypatch, variables: dict, *given: str):
+    """What the command takes of variables and options."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    options = _parse(build_parser(), ["profile", str(policy_file), *given])
     if not options.matrix:
         command._with_choices(options, load_run_config(options.config, options.overrides))
     return options
 
 
-def test_a_family_without_the_choice_refuses_an_attention(tmp_path, monkeypatch, capsys):
-    run_file = write_tiny_run(tmp_path / "run")
-    monkeypatch.setenv("ATTENTION_IMPL", "sdpa")
-    assert main(["profile", str(run_file)]) == 1
-    assert "a Qwen3-VL run has no such choice" in capsys.readouterr().err
+def test_options_take_precedence_over_variables(policy_file, monkeypatch, caplog):
+    variables = {"PROFILE_STEPS": "2", "ATTENTION_IMPL": "sdpa", "GRAD_CHECKPOINT": "true"}
+    variables |= {"FUSED_ADAMW": "true"}
+    given = ["--steps", "5", "--policy.attention_implementation=eager", "train.recompute=none"]
+    with caplog.at_level(logging.INFO, "paddle_vl"):
+        options = taken(policy_file, monkeypatch, variables, *given)
+    config = load_run_config(options.config, options.overrides)
+    assert (options.steps, config.train.recompute) == (5, "none")
+    assert config.model.policy.attention_implementation == "eager"
+    assert "FUSED_ADAMW=true has no effect here" in caplog.text
 
 
-def test_a_matrix_refuses_one_file_for_its_result(policy_file, monkeypatch, capsys):
+def test_variables_choose_the_lines_of_a_matrix(policy_file, monkeypatch, capsys, tmp_path):
+    variables = {"ATTENTION_IMPL": "eager", "GRAD_CHECKPOINT": "0"}
+    options = taken(policy_file, monkeypatch, variables, "--matrix")
+    assert (options.attention, options.recompute, options.overrides) == (["eager"], ["none"], [])
+    options = taken(policy_file, monkeypatch, {}, "--matrix", "--attention", "sdpa", "eager")
+    assert (options.attention, options.recompute) == (["sdpa", "eager"], ["none"])
     monkeypatch.setenv("PROFILE_STEP_JSON", "a.json")
     assert main(["profile", str(policy_file), "--matrix", "--memory-limit-gb", "1"]) == 1
     assert "a matrix writes matrix.json" in capsys.readouterr().err
+    monkeypatch.delenv("PROFILE_STEP_JSON")
+    assert main(["profile", str(write_tiny_run(tmp_path / "run"))]) == 1
+    assert "a Qwen3-VL run has no such choice" in capsys.readouterr().err
 
 
 def test_without_an_optimizer_there_is_no_state_and_no_update(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from paddle_vl.cli.main import main
 from paddle_vl.config.load import load_run_config
 from paddle_vl.config.validate import rule_problems
 from paddle_vl.processes import MemoryLimitError
-from paddle_vl.profile.memory import Peak
+from paddle_vl.profile.memory import MemoryPeak
 from paddle_vl.profile.run import measure, profiled_config
 from paddle_vl.profile.workload import ProfileSettings, Workload
 from paddle_vl.train import phases
@@ -47,8 +47,8 @@ class Meter:
     def reset(self) -> None:
         self.resets.append(self.trainer.step)
 
-    def peak(self) -> Peak:
-        return Peak(7, self.trainer.step)
+    def peak(self) -> MemoryPeak:
+        return MemoryPeak(7, self.trainer.step)
 
 
 def measured(trainer, **given):
@@ -76,23 +76,6 @@ def test_micro_batches_add_up_to_one_step(run_file, monkeypatch, count):
     assert sum(step.values()) == next(ticks) - 1
 
 
-def test_samples_are_those_of_an_update(run_file):
-    trainer = trainer_of(run_file, "train.gradient_accumulation_steps=3")
-    result = measured(trainer)
-    assert result.samples == [6, 6, 6]
-    assert min(result.tokens) > 6
-    assert trainer.step == 5
-    assert len(result.steps) == 3
-
-
-def test_memory_is_reset_between_warm_up_and_measurement(run_file):
-    trainer = trainer_of(run_file)
-    meter = Meter(trainer)
-    result = measure(trainer, meter, rank=0, warmup_steps=2, steps=3)
-    assert meter.resets == [2]
-    assert (result.allocated, result.reserved, result.memory_source) == (7, 5, "the test")
-
-
 @pytest.mark.parametrize("limit", [1, 4])
 def test_a_peak_above_the_limit_ends_the_profile(run_file, limit):
     trainer = trainer_of(run_file)
@@ -102,8 +85,14 @@ def test_a_peak_above_the_limit_ends_the_profile(run_file, limit):
 
 
 def test_profiled_steps_train_as_others_do(run_file):
-    profiled, plain = trainer_of(run_file), trainer_of(run_file)
-    measured(profiled)
+    profiled, plain = (
+        trainer_of(run_file, "train.gradient_accumulation_steps=3") for _ in range(2)
+    )
+    meter = Meter(profiled)
+    result = measure(profiled, meter, rank=0, warmup_steps=2, steps=3)
+    assert (meter.resets, result.samples, len(result.steps)) == ([2], [6, 6, 6], 3)
+    assert min(result.tokens) > 6
+    assert (result.allocated, result.reserved, result.memory_source) == (7, 5, "the test")
     for _ in range(5):
         plain.train_one_step()
     expected = plain.runner.model.hf_state_dict()
@@ -152,7 +141,8 @@ def test_a_profile_above_its_limit_says_so(run_file, tmp_path, capfd):
     assert main(["profile", str(run_file), *arguments]) == 1
     assert "above the limit of 0.01 GB" in capfd.readouterr().err
     (file,) = tmp_path.glob("rank-*")
-    assert json.loads(file.read_text())["is_out_of_memory"]
+    told = json.loads(file.read_text())
+    assert (told["is_out_of_memory"], "MemoryLimitError: rank 0" in told["message"]) == (True, True)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +153,6 @@ def test_a_profile_above_its_limit_says_so(run_file, tmp_path, capfd):
         (["--cameras", "2"], "--synthetic makes samples with that many"),
         (["--repeats", "2"], "--repeats is about a matrix"),
         (["--warmup", "-1"], "--warmup -1"),
-        (["--matrix", "--batch-sizes", "1", "--first-batch", "2"], "--batch-sizes are all sizes"),
     ],
 )
 def test_options_that_do_not_fit_together_are_refused(

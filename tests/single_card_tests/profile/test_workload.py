@@ -17,7 +17,6 @@ from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.inputs.synthetic import write_conversations
 from paddle_vl.profile.workload import Workload, with_workload
-from tests.single_card_tests.families.qwen3_vl.chat_builders import tiny_tokenizer
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 
 CAMERA = {"type": "VISUAL", "shape": [3, 28, 28]}
@@ -59,12 +58,16 @@ def test_conversations_have_the_shapes_asked_for(config, run_file, tmp_path):
         assert sample["image_grid_thw"].tolist() == [[1, 4, 4]] * 3
         # The end token is a target too, followed by a newline.
         assert (sample["labels"] != -100).sum() in (20, 21, 22)
+    with pytest.raises(ValueError, match="at least 1"):
+        write_conversations(tmp_path, 1, processor.tokenizer, answer_tokens=0)
     first = file.read_bytes()
     assert write_conversations(tmp_path / "data", 5, processor.tokenizer, **shapes) == file
     assert file.read_bytes() == first
 
 
 def test_made_up_data_replaces_the_runs_own(config, tmp_path):
+    assert with_workload(config, Workload(), tmp_path) is config
+    assert not list(tmp_path.glob("data"))
     changed = with_workload(config, Workload(is_synthetic=True), tmp_path)
     assert changed.data.train == [str(tmp_path / "data" / "conversations.jsonl")]
     # Eight batches on two ranks with two samples each.
@@ -72,20 +75,20 @@ def test_made_up_data_replaces_the_runs_own(config, tmp_path):
     assert changed.model_copy(update={"data": config.data}) == config
 
 
-def test_the_runs_own_data_stay_as_they_are(config, tmp_path):
-    assert with_workload(config, Workload(), tmp_path) is config
-    assert not list(tmp_path.glob("data"))
-
-
 def test_a_policy_gets_cameras_like_its_first_and_keeps_its_drops(config, tmp_path):
     policy = policy_config(config)
-    changed = with_workload(policy, Workload(is_synthetic=True, cameras=2), tmp_path)
+    assert with_workload(policy, Workload(True), tmp_path).model.config == POLICY
+    changed = with_workload(policy, Workload(True, cameras=2), tmp_path)
     features = changed.model.policy.input_features
     assert features == {
         "camera0": CAMERA, "camera1": CAMERA, "state": POLICY["input_features"]["state"],
     }  # fmt: skip
     assert (changed.data.train, changed.data.synthetic_samples) == ([], 32)
     assert changed.data.drops == policy.data.drops
+    (tmp_path / "config.json").write_text(json.dumps(POLICY))
+    trained = policy_config(config, config=None, pretrained=str(tmp_path))
+    changed = with_workload(trained, Workload(True, cameras=2), tmp_path)
+    assert list(changed.model.policy.input_features) == ["camera0", "camera1", "state"]
 
 
 def test_on_its_own_data_a_policy_leaves_cameras_out_or_has_some_that_samples_lack(
@@ -103,11 +106,6 @@ def test_on_its_own_data_a_policy_leaves_cameras_out_or_has_some_that_samples_la
         with_workload(config, Workload(cameras=2), tmp_path)
 
 
-def test_a_policys_own_cameras_stay_where_none_are_asked_for(config, tmp_path):
-    changed = with_workload(policy_config(config), Workload(is_synthetic=True), tmp_path)
-    assert changed.model.config == POLICY
-
-
 @pytest.mark.parametrize(
     ("workload", "message"),
     [
@@ -120,15 +118,3 @@ def test_a_policys_own_cameras_stay_where_none_are_asked_for(config, tmp_path):
 def test_what_a_policy_cannot_give_is_refused(config, tmp_path, workload, message):
     with pytest.raises(ValueError, match=message):
         with_workload(policy_config(config), workload, tmp_path)
-
-
-def test_a_trained_policy_gets_cameras_too(config, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(POLICY))
-    trained = policy_config(config, config=None, pretrained=str(tmp_path))
-    changed = with_workload(trained, Workload(True, cameras=2), tmp_path)
-    assert list(changed.model.policy.input_features) == ["camera0", "camera1", "state"]
-
-
-def test_senseless_shapes_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="at least 1"):
-        write_conversations(tmp_path, 1, tiny_tokenizer(), answer_tokens=0)

@@ -82,7 +82,15 @@ def test_page_is_whole_and_asks_nobody(tmp_path):
 
 
 def test_data_are_the_numbers_of_the_metrics_files(tmp_path):
-    data = data_of(tmp_path, *two_runs(tmp_path))
+    folders = two_runs(tmp_path)
+    with (folders[0] / "metrics.jsonl").open("a") as stream:
+        stream.write('{"st')
+    starts = {"starts": [START, START | {"first_step": 3}]}
+    (folders[1] / "run.json").write_text(json.dumps(starts))
+    text, page = page_of(tmp_path, *folders)
+    assert "cut short and left out: a." in text
+    data = json.loads(page.texts["data"])
+    assert [run["resumed"] for run in data["runs"]] == [[], [3]]
     for place, lines in enumerate((LINES, without("tokens_per_second"))):
         found = {
             curve["key"]: dict(zip(data["steps"][curve["steps"]], curve["values"], strict=True))
@@ -97,12 +105,6 @@ def test_data_are_the_numbers_of_the_metrics_files(tmp_path):
             key: {line["step"]: line[key] for line in lines if key in line} for key in keys
         }
     assert [run["skipped"] for run in data["runs"]] == [[[10, 20, 10]]] * 2
-
-
-def test_resumed_runs_are_marked(tmp_path):
-    starts = [START, START | {"first_step": 3}]
-    data = data_of(tmp_path, write_run(tmp_path / "a", starts=starts))
-    assert data["runs"][0]["resumed"] == [3]
 
 
 def test_texts_cannot_become_markup(tmp_path):
@@ -126,13 +128,6 @@ def test_axes_are_what_rises_in_all_runs(tmp_path):
     assert data_of(tmp_path, one, other)["axes"] == ["target_tokens"]
     other = write_run(tmp_path / "c", without("target_tokens"))
     assert data_of(tmp_path, one, other)["axes"] == ["epoch"]
-
-
-def test_torn_line_is_told(tmp_path):
-    folder = write_run(tmp_path / "a")
-    with (folder / "metrics.jsonl").open("a") as stream:
-        stream.write('{"st')
-    assert "cut short and left out: a." in page_of(tmp_path, folder)[0]
 
 
 ACTIONS = Path(__file__).with_name("page_actions.js")

@@ -32,17 +32,14 @@ def line_of(axes: Axes, label: str) -> np.ndarray:
     return np.array(line.get_data())
 
 
-def test_lines_have_the_numbers_and_their_gaps(tmp_path):
-    axes = drawn("loss", write_run(tmp_path / "a"))
-    np.testing.assert_array_equal(line_of(axes, "training"), [[10, 20, 30], [4, np.nan, 2]])
-    np.testing.assert_array_equal(line_of(axes, "evaluation"), [[25, 30], [2.5, 3]])
-
-
-def test_skipped_updates_and_resumed_steps_are_marked(tmp_path):
+def test_lines_have_the_numbers_their_gaps_and_marks(tmp_path):
+    """Marks of updates that were skipped and of steps where it was resumed."""
     starts = [START, START | {"first_step": 20}]
     axes = drawn("loss", write_run(tmp_path / "a", starts=starts))
     marks = [tuple(line.get_xdata()) for line in axes.lines if line.get_label().startswith("_")]
     assert marks == [(20, 20), (10, 20), (20,)]
+    np.testing.assert_array_equal(line_of(axes, "training"), [[10, 20, 30], [4, np.nan, 2]])
+    np.testing.assert_array_equal(line_of(axes, "evaluation"), [[25, 30], [2.5, 3]])
 
 
 def test_axes_have_units_and_a_loss_plain_numbers(tmp_path):

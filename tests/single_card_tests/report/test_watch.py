@@ -94,13 +94,10 @@ def test_nothing_else_is_answered(tmp_path, path, method, host, status):
     assert "loss" not in text
 
 
-def test_port_that_is_none_is_refused(capsys):
+def test_options_that_do_not_fit_are_refused(capsys):
     with pytest.raises(SystemExit):
         main(["report", "a", "--watch", "70000"])
     assert "70000 is no port from 0 to 65535" in capsys.readouterr().err
-
-
-def test_options_of_a_page_that_is_written_are_refused(capsys):
     assert main(["report", "a", "--no-png", "--watch", "0"]) == 1
     assert "--watch writes nothing: leave --output and --no-png out" in capsys.readouterr().err
 

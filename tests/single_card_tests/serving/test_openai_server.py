@@ -15,7 +15,16 @@ import httpx2
 import openai
 import pytest
 
-from tests.support.openai_server import WAIT_S, joined, scripted, serving, shown, template_processor
+from tests.support.openai_server import (
+    WAIT_S,
+    joined,
+    png,
+    scripted,
+    serving,
+    shown,
+    template_processor,
+    uri,
+)
 
 QUESTION = [{"role": "user", "content": "What <image> is it?"}]
 DIGIT = {
@@ -145,6 +154,13 @@ def test_texts_are_continued_as_they_are(processor):
         assert served.engine.handles[-1].request.input_ids.tolist() == [5, 6]
 
 
+def test_a_choice_that_has_stopped_leaves_the_others_alone(shared):
+    served, address = shared
+    served.engine.answers = ["1 STOP 2 3", "1 2 3 4 5 6 7 STOP 8"]
+    found = chat(address, n=2, stop="STOP").choices
+    assert [each.message.content for each in found] == ["1 ", "1 2 3 4 5 6 7 "]
+
+
 THOUGHT = "1 2 3\n</think>"
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "digit", "schema": DIGIT}}
 
@@ -176,6 +192,55 @@ def test_answers_keep_a_schema_and_calls_are_made_where_they_must(processor, sha
         text = found["content"]
         assert found["reason"] == "stop"
     assert json.loads(text)["digit"] in range(10)
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": uri(png())}}
+WORDS = {"type": "text", "text": "What is it?\nAnswer with a letter."}
+GREEDY = {"max_tokens": 16, "temperature": 0}
+REASONS = {"reasoning_effort": "medium", "response_format": {"type": "text"}}
+FRAMES = [each for time in (0.5, 2.5, 4.0)
+          for each in ({"type": "text", "text": f"<{time} seconds>"}, IMAGE)]  # fmt: skip
+ASKS_TOOL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+
+
+def said(role: str, *parts):
+    return {"role": role, "content": [*parts]}
+
+
+@pytest.mark.parametrize(
+    ("messages", "settings", "num_images", "wanted"),
+    [
+        # simple/openai_compatible and simple/openai: the text, then all images or frames.
+        ([said("user", WORDS, IMAGE)], GREEDY, 1, (0.0, 16)),
+        ([said("user", WORDS, *[IMAGE] * 10)], {**GREEDY, "temperature": 0.7}, 10, (0.7, 16)),
+        ([said("user", WORDS)], {**GREEDY, "top_p": None}, 0, (0.0, 16)),
+        # To a model with "o1" or "o3" in its name.
+        ([said("user", WORDS, IMAGE)], {**REASONS, "max_completion_tokens": 16}, 1, (1.0, 16)),
+        # chat/openai: messages in the order of the task, and frames of a video with their times.
+        (
+            [said("system", WORDS), said("user", IMAGE, WORDS, IMAGE), said("assistant", WORDS),
+             said("user", WORDS)],
+            GREEDY, 2, (0.0, 16),
+        ),
+        ([said("user", *FRAMES, WORDS)], GREEDY, 3, (0.0, 16)),
+        # chat/async_openai: what a tool gave.
+        (
+            [said("user", IMAGE, WORDS), {"role": "assistant", "content": ""},
+             {"role": "assistant", "tool_calls": [ASKS_TOOL]},
+             {"role": "tool", "name": "look", "content": [WORDS, IMAGE]}],
+            {**GREEDY, "tools": TOOLS[1:], "tool_choice": "auto"}, 2, (0.0, 16),
+        ),
+    ],
+)  # fmt: skip
+def test_requests_of_lmms_eval_are_taken(shared, messages, settings, num_images, wanted):
+    """Their shapes are those of its commits 0e58637d, 098cf8cc, 05ed5a74, 038b4a7e, 5bc4a768."""
+    served, address = shared
+    served.engine.answers = ["A"]
+    found = chat(address, messages=messages, **settings)
+    assert (found.choices[0].message.content, found.usage.completion_tokens) == ("A", 2)
+    request = served.engine.handles[-1].request
+    assert len(request.visual.get("image_grid_thw", ())) == num_images
+    assert (request.sampling.temperature, request.sampling.max_tokens) == wanted
 
 
 def test_earlier_calls_and_results_are_in_the_prompt(processor):

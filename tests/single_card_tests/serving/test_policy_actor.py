@@ -3,20 +3,15 @@
 Guarantees: a client's observation, in any of its forms, gives the actions of the policy itself;
 requests in one batch get the answers that each gets alone, whatever their company (exported
 programs: `test_exported_pi07`); past frames and known actions are those of the policy; what is
-wrong with an observation is refused by name before it joins a batch. `paddle-vl serve-policy` does
-this until a signal.
+wrong with an observation is refused by name before it joins a batch. (`paddle-vl serve-policy`:
+`tests/routes`.)
 """
 
-import re
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from websockets.exceptions import ConnectionClosed
-from websockets.sync.client import connect
 
 import check_policy_server
 from paddle_vl.cli.main import main
@@ -293,38 +288,6 @@ def test_wrong_options_are_refused(given, code, message, saved, capsys, monkeypa
         found = stop.code
     assert found == code
     assert message in capsys.readouterr().err
-
-
-def test_the_command_serves_until_a_signal(policy, saved, tmp_path):
-    (tmp_path / "token").write_text("secret")
-    program = "from paddle_vl.cli.main import run; run()"
-    options = "--port 0 --max-batch-size 2 --value dataset_index=1 --seed 3 --token-file token"
-    command = [sys.executable, "-c", program, "serve-policy", str(saved), *options.split()]
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr is not None
-        lines = iter(process.stderr.readline, "")
-        address = next(re.search(r"ws://\S+:\d+", line) for line in lines if "ws://" in line)
-        assert address is not None
-        headers = {"Authorization": "Bearer secret"}
-        with connect(address.group(), compression=None, additional_headers=headers) as peer:
-            metadata = OPENPI.unpack(peer.recv(60))
-            assert metadata == openpi.metadata_of(actor_of(policy))
-            itself = actor_of(policy, seed=3)
-            for number in range(2):
-                peer.send(OPENPI.pack(observation()))
-                found = OPENPI.unpack(peer.recv(60))
-                (wanted,) = answer(itself, itself.request(observation(), number))
-                np.testing.assert_allclose(found["actions"], wanted, rtol=0, atol=1e-6)
-                assert found["policy_timing"]["batch_size"] == 1
-            process.send_signal(signal.SIGTERM)
-            with pytest.raises(ConnectionClosed):
-                peer.recv(60)
-            assert peer.close_code == 1001
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.mark.heavy

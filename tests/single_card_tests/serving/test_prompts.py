@@ -65,6 +65,7 @@ def test_a_list_of_pictures_is_a_video_of_all_of_them(processor):
 @pytest.mark.parametrize(
     ("source", "kind", "has_folder", "text"),
     [
+        ("http://127.0.0.1:1/a.png", "image", None, "not public"),
         (uri(b"no image"), "image", True, "cannot be decoded as an image"),
         (uri(b"no video"), "video", True, "cannot be decoded as a video"),
         ("data:image/png,abc", "image", True, "cannot be used"),
@@ -87,7 +88,8 @@ def test_files_and_addresses_are_opened_where_it_is_allowed(
     (tmp_path / "link.png").symlink_to("/etc/passwd")
     for name in ("bad.png", "bad.mp4"):
         (tmp_path / name).write_bytes(b"no picture")
-    prompts = Prompts(processor, 448, 1000, MediaRules(tmp_path if has_folder else None))
+    rules = MediaRules(tmp_path if has_folder else None, allow_remote=has_folder is None)
+    prompts = Prompts(processor, 448, 1000, rules)
     with pytest.raises(ApiError) as caught:
         prompts.of_chat(asked(source, kind), [], {})
     assert caught.value.status == 400
@@ -136,18 +138,11 @@ def test_nulls_of_calls_and_tools_are_rendered(processor, tmp_path):
     assert own.decode(prompt.ids, False) == wanted
 
 
-def test_private_addresses_are_not_fetched_and_long_prompts_not_decoded(processor, monkeypatch):
-    prompts = Prompts(processor, 448, 10, MediaRules(allow_remote=True))
-    with pytest.raises(ApiError, match="not public"):
-        prompts.of_chat(asked("http://127.0.0.1:1/a.png"), [], {})
-    large = asked(uri(png(256)))
-    monkeypatch.setattr("paddle_vl.data.media_file.Image.Image.load", None)
-    with pytest.raises(ApiError, match="maximum context length is 10 tokens"):
-        prompts.of_chat(large, [], {})
-
-
-def test_placeholders_and_unknown_ids_are_no_texts(processor):
-    prompts = Prompts(processor, 448, 1000, MediaRules())
+def test_long_prompts_are_not_decoded_and_placeholders_are_no_texts(processor, monkeypatch):
+    prompts, large = Prompts(processor, 448, 10, MediaRules()), asked(uri(png(256)))
     for prompt in ("<|image_pad|>", [448], [-1], ""):
         with pytest.raises(ApiError, match="prompt: "):
             prompts.of_text(prompt)
+    monkeypatch.setattr("paddle_vl.data.media_file.Image.Image.load", None)
+    with pytest.raises(ApiError, match="maximum context length is 10 tokens"):
+        prompts.of_chat(large, [], {})

@@ -16,7 +16,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from paddle_vl.serving.access import check_exposure, read_token
-from paddle_vl.serving.batching import BatchSettings, Request, answers_of
+from paddle_vl.serving.batching import ActorRequest, BatchSettings, answers_of
 from paddle_vl.serving.msgpack_numpy import OPENPI, VLA_EVAL
 from paddle_vl.serving.openpi import OpenpiProtocol
 from paddle_vl.serving.transport import error_text
@@ -49,12 +49,14 @@ class Gate:
         if history is not None:
             history.append(observation["n"])
 
-    def request(self, observation: dict, number: int, history: list[int] | None = None) -> Request:
+    def request(
+        self, observation: dict, number: int, history: list[int] | None = None
+    ) -> ActorRequest:
         if "bad" in observation:
             raise ValueError("the observation is bad")
         self.numbers.append(number)
         self.observe(observation, history)
-        return Request(self.run, observation["n"], observation.get("layout"))
+        return ActorRequest(self.run, observation["n"], observation.get("layout"))
 
     def run(self, items: list[int]) -> list:
         self.batches.append(items)
@@ -127,18 +129,13 @@ def test_a_batch_that_fails_as_a_whole_runs_one_by_one():
     def run(items):
         if len(items) > 1 or items == [2]:
             raise MemoryError(str(items))
-        return items
+        return np.zeros(items) if items[0] < 0 else items
 
-    found = answers_of(run, [1, 2, 3])
-    assert found[::2] == [1, 3]
-    assert isinstance(found[1], MemoryError)
-
-
-def test_an_error_of_the_model_is_no_refusal():
-    (found,) = answers_of(lambda items: np.zeros(items), [-1])
-    assert isinstance(found, RuntimeError)
-    assert isinstance(found.__cause__, ValueError)
-    assert error_text(found).startswith("RuntimeError: the model failed")
+    one, full, wrong = answers_of(run, [1, 2, -3])
+    assert (one, type(full)) == (1, MemoryError)
+    # What a model raises is no refusal.
+    assert isinstance(wrong.__cause__, ValueError)
+    assert error_text(wrong).startswith("RuntimeError: the model failed")
 
 
 def test_a_batch_waits_for_more_after_the_one_before(gate, clients):
@@ -158,6 +155,7 @@ def test_a_batch_waits_for_more_after_the_one_before(gate, clients):
 
 
 def test_nothing_runs_for_a_late_answer_or_a_lost_client(gate, clients):
+    """One that leaves a batch does not disturb it."""
     with serving(lambda: OpenpiProtocol(gate, {}), deadline_s=1.0) as server:
         running = clients.submit(ask, server, n=0)
         assert gate.has_begun.wait(WAIT_S)
@@ -168,30 +166,25 @@ def test_nothing_runs_for_a_late_answer_or_a_lost_client(gate, clients):
         until(lambda: waiting(server) == 0)
         assert ask(server, n=3).startswith("DeadlineError: no answer within 1 s")
         assert running.result(WAIT_S).startswith("DeadlineError")
-        gate.open()
+        gate.open(2)
         assert ask(server, n=4) == [4]
         assert gate.batches == [[0], [4]]
         counted = server.http("GET", "/metrics")[1]
         assert 'outcome="dropped"} 1\n' in counted
         assert 'outcome="late"} 2\n' in counted
-
-
-def test_a_client_that_leaves_a_batch_does_not_disturb_it(gate, clients):
-    with serving(lambda: OpenpiProtocol(gate, {})) as server:
-        first = clients.submit(ask, server, n=0)
-        assert gate.has_begun.wait(WAIT_S)
+        busy = clients.submit(ask, server, n=5)
+        until(lambda: gate.batches[-1] == [5])
         with connect(server.address, compression=None) as leaving:
             leaving.recv(WAIT_S)
-            leaving.send(OPENPI.pack({"n": 1}))
+            leaving.send(OPENPI.pack({"n": 6}))
             until(lambda: waiting(server) == 1)
-            other = clients.submit(ask, server, n=2)
+            other = clients.submit(ask, server, n=7)
             until(lambda: waiting(server) == 2)
             gate.open(1)
-            assert first.result(WAIT_S) == [0]
-            until(lambda: gate.batches == [[0], [1, 2]])
-        until(lambda: 'outcome="dropped"} 1' in server.http("GET", "/metrics")[1])
+            assert busy.result(WAIT_S) == [5]
+            until(lambda: gate.batches[-1] == [6, 7])
         gate.open()
-        assert other.result(WAIT_S) == [2]
+        assert other.result(WAIT_S) == [7]
 
 
 def test_the_end_answers_what_was_asked_and_closes_who_is_idle(gate, clients):
@@ -236,7 +229,10 @@ def test_clients_may_come_while_the_model_loads(gate, clients):
         assert server.http("GET", "/healthz")[0].status == 200
 
 
-def test_a_defect_closes_its_connection_and_is_logged(caplog):
+def test_a_defect_is_logged_and_closes_its_connection_or_the_server(caplog):
+    def load():
+        raise RuntimeError("a damaged file")
+
     class Broken:
         async def talk(self, peer):
             raise KeyError("a defect")
@@ -247,12 +243,6 @@ def test_a_defect_closes_its_connection_and_is_logged(caplog):
         assert peer.close_code == 1011
     (failure,) = (record for record in caplog.records if record.exc_info)
     assert isinstance(failure.exc_info[1], KeyError)
-
-
-def test_a_model_that_does_not_load_ends_the_server():
-    def load():
-        raise RuntimeError("a damaged file")
-
     with serving(load, waits=False) as server, pytest.raises(RuntimeError, match="damaged file"):
         server.ended.result(WAIT_S)
 

@@ -52,8 +52,3 @@ def test_a_column_of_json_text_is_read_as_the_rows_it_stands_for(tmp_path):
     expected = {"rows": rows, "same_rows": ["text.parquet"], "refused": []}
     (tmp_path / "expected.json").write_text(json.dumps(expected))
     assert list(check_containers(tmp_path)) == [("text.parquet", None)]
-
-
-def test_a_folder_without_cases_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["check_formats", str(tmp_path)])
-    assert check_formats.main() == 1

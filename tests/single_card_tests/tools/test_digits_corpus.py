@@ -46,6 +46,13 @@ def test_held_out_images_and_stories_are_in_no_other_file(corpus):
     assert (len(shown), len(held_out)) == (1497, 300)
     assert not shown & held_out
     assert all((corpus / image).is_file() for image in shown | held_out)
+    # Complete, it is left unchanged; the tokenizer knows its words.
+    before = (corpus / "text.jsonl").stat().st_mtime_ns
+    assert not make_digits_corpus(corpus)
+    assert (corpus / "text.jsonl").stat().st_mtime_ns == before
+    text = "This is seven: 7. The largest of them is 9."
+    processor = VLProcessor.from_pretrained(corpus / "processor")
+    assert len(processor.tokenizer.encode(text)) < len(text) / 2
     stories, others = (
         {row["text"] for row in rows_of(corpus, n)} for n in ("text", f"{HELD_OUT}text")
     )
@@ -72,15 +79,3 @@ def test_pages_tell_each_digit_behind_its_image(corpus):
         assert [told_digit(text) for text in behind] == shown
         if total := re.search(r"Together they make (\d+)", texts[-1]):
             assert int(total[1]) == sum(shown)
-
-
-def test_the_tokenizer_knows_the_words_of_the_corpus(corpus):
-    processor = VLProcessor.from_pretrained(corpus / "processor")
-    text = "This is seven: 7. The largest of them is 9."
-    assert len(processor.tokenizer.encode(text)) < len(text) / 2
-
-
-def test_a_complete_corpus_is_left_unchanged(corpus):
-    before = (corpus / "text.jsonl").stat().st_mtime_ns
-    assert not make_digits_corpus(corpus)
-    assert (corpus / "text.jsonl").stat().st_mtime_ns == before

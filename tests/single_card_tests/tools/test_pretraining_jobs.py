@@ -134,9 +134,3 @@ def test_the_slurm_script_starts_a_line_on_every_machine(jobs, tmp_path):
     wrong = subprocess.run(script[:2], capture_output=True, text=True, env=environment, cwd="/")
     assert wrong.returncode == 2
     assert "usage: sbatch" in wrong.stderr
-
-
-def test_the_page_names_every_stage():
-    text = Path(PAGE).read_text(encoding="utf-8")
-    for path in (ROOT / "configs/qwen3_vl").glob("pretrain*"):
-        assert f"configs/qwen3_vl/{path.name}" in text
