@@ -39,6 +39,7 @@ from paddle_vl.families.policy.demonstrations.sample import (
     OPTIONAL_TEXTS,
     Demonstration,
     DemonstrationShapes,
+    DemonstrationSource,
     chosen_fields,
     finished_sample,
 )
@@ -99,14 +100,13 @@ class Moment:
     history_length: int
 
 
-class DemonstrationsDataset(LineIndex):
+class DemonstrationsDataset(LineIndex, DemonstrationSource):
     """Demonstrations from one or several JSONL files, numbered in file order.
 
     Opening reads every line once and checks all but the images, which are decoded when a sample is
     read. Cheap to pickle: it keeps positions of lines, not lines.
 
     Attributes:
-        shapes, fields, group_names: see `DemonstrationSource`.
         history_lengths: steps of the line of each file that has the most.
         on_bad_sample: "fail" raises at the first bad sample; "skip" leaves out bad samples found on
             opening, and lets the loader skip those found later.
@@ -163,18 +163,9 @@ class DemonstrationsDataset(LineIndex):
         self.history_lengths = [0] * len(paths)
         super().__init__(paths, self._check_line, on_bad_sample, max_line_bytes)
 
-    def __getitem__(self, number: int) -> Demonstration:
-        """A complete sample, see `demonstration`."""
-        return self.demonstration(number)
-
     def demonstration(
         self, number: int, *, with_history: bool = True, with_subgoals: bool = True
     ) -> Demonstration:
-        """A sample. Without history, past frames are black and not read.
-
-        Raises:
-            BadSampleError: the sample cannot be used; says `file:line: reason`.
-        """
         moment, group = self._moment(number)
         with sample_at(self.place(number)):
             given = dict(moment.words) | {"state": moment.state, "dataset_index": group}
@@ -188,16 +179,10 @@ class DemonstrationsDataset(LineIndex):
             return finished_sample(given, self.shapes, self.fields)
 
     def check_history(self) -> None:
-        """See `check_history`."""
         lengths = zip(map(str, self.files), self.history_lengths, strict=True)
         check_history(self.shapes, [*lengths], "lines")
 
     def motion(self, number: int) -> tuple[np.ndarray, np.ndarray | None, int]:
-        """State, actions and group of a sample, see `DemonstrationSource`; reads no images.
-
-        Raises:
-            BadSampleError: the file has changed since it was opened.
-        """
         moment, group = self._moment(number)
         return moment.state, moment.actions, group
 

@@ -21,6 +21,7 @@ from paddle_vl.families.policy.demonstrations.sample import (
     OPTIONAL_FIELDS,
     Demonstration,
     DemonstrationShapes,
+    DemonstrationSource,
     Stream,
     chosen_fields,
     finished_sample,
@@ -32,12 +33,11 @@ from paddle_vl.families.policy.robot_settings import DatasetMixtureConfig
 logger = logging.getLogger(__name__)
 
 
-class RobotDemonstrations:
+class RobotDemonstrations(DemonstrationSource):
     """A source of demonstrations from LeRobot datasets.
 
     Attributes:
         mixture, datasets: the settings, and the datasets in their order.
-        shapes, fields, group_names, files, contents: see `DemonstrationSource`.
         on_bad_sample: as of `DemonstrationsDataset`; episodes without a file are found on opening.
         weights: sums of the shares of the datasets up to each, of which samples are drawn; None to
             have every frame once.
@@ -97,17 +97,12 @@ class RobotDemonstrations:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def __getitem__(self, number: int) -> Demonstration:
-        """A complete sample, see `demonstration`."""
-        return self.demonstration(number)
-
     def check_history(self) -> None:
-        """See `check_history`; steps are those of the mixture's rate."""
+        """Steps are those of the mixture's rate."""
         longest = [(each.config.label, each.longest_history) for each in self.datasets]
         check_history(self.shapes, longest, "episodes")
 
     def in_epoch(self, epoch: int) -> "RobotDemonstrations":
-        """The same source, with that epoch's draws."""
         view = copy.copy(self)
         view.epoch = epoch
         return view
@@ -157,11 +152,6 @@ class RobotDemonstrations:
     def demonstration(
         self, number: int, *, with_history: bool = True, with_subgoals: bool = True
     ) -> Demonstration:
-        """A sample; without history, past frames are black and not read.
-
-        Raises:
-            BadSampleError: the sample cannot be used; says `folder: episode, frame: reason`.
-        """
         dataset, frame, group = self._located(number)
         given = dataset.moment(
             frame,
@@ -174,7 +164,6 @@ class RobotDemonstrations:
         return finished_sample(given | {"dataset_index": group}, self.shapes, self.fields)
 
     def motion(self, number: int) -> tuple[np.ndarray, np.ndarray | None, int]:
-        """State, actions and group of a sample, see `DemonstrationSource`."""
         dataset, frame, group = self._located(number)
         with dataset.data.at_place(frame):
             return *dataset.motion(frame), group

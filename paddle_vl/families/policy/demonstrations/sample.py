@@ -35,14 +35,14 @@ Source: the drops of OpenTau's dataset mixture. Its `subgoal_end_of_segment_prob
 goal frame in an episode, is left to the source of the demonstrations.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from paddle_vl.data.samples import SampleSource
 from paddle_vl.families.policy.features import DropProbabilities, ImageTransforms
 
 Demonstration = dict[str, Any]
@@ -93,9 +93,6 @@ class DemonstrationShapes:
         They are `history_interval` steps apart and end with the current one; at most `n_obs_steps`,
         fewer if the steps do not reach back far enough.
 
-        Example: 6 steps with `n_obs_steps` 4 and `history_interval` 2 give the steps 1, 3 and 5;
-        the frame at step -1 lies before the episode.
-
         Source: the delta timestamps of OpenTau's data sets, -(F - 1 - i) * history_interval steps
         for frame i, and the observation buffer of its `select_action`.
         """
@@ -109,48 +106,53 @@ class DemonstrationShapes:
         return {camera: camera.replace("camera", "subgoal") for camera in self.cameras}
 
 
-class DemonstrationSource(SampleSource, Protocol):
-    """A source of demonstrations: files or a formula. It may have `in_epoch(epoch)`, the
-    same source with the draws of that epoch.
+class DemonstrationSource(ABC):
+    """A `paddle_vl.data.samples.SampleSource` of demonstrations: files or a formula.
 
     Attributes:
         shapes: of the samples.
         fields: whether samples have each of `OPTIONAL_FIELDS`.
         group_names: of the groups, in the order of `dataset_index`.
-        files: of the samples; none for a formula.
-        contents: see `paddle_vl.data.samples.SampleSource`; none of a formula.
     """
 
     shapes: DemonstrationShapes
     fields: dict[str, bool]
     group_names: tuple[str, ...]
 
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
     def place(self, number: int) -> str:
         """Origin of a sample for messages: `file:line`, or its number."""
-        ...
 
+    def __getitem__(self, number: int) -> Demonstration:
+        return self.demonstration(number)
+
+    def in_epoch(self, epoch: int) -> "DemonstrationSource":
+        """The same source, with the draws of that epoch."""
+        return self
+
+    @abstractmethod
     def demonstration(
         self, number: int, *, with_history: bool = True, with_subgoals: bool = True
     ) -> Demonstration:
-        """A sample; without history or subgoals, these may be absent from it.
+        """A sample; without history, past frames are black, and without subgoals absent, and they
+        are not read.
 
         Raises:
             BadSampleError: the sample cannot be used; says `file:line: reason`.
         """
-        ...
 
+    @abstractmethod
     def check_history(self) -> None:
-        """
-        Raises:
-            ValueError: no sample can fill an observation.
-        """
-        ...
+        """Refuse samples of which none can fill an observation, see `dataset.check_history`."""
 
+    @abstractmethod
     def motion(self, number: int) -> tuple[np.ndarray, np.ndarray | None, int]:
         """Real frames of the state `[at most F, S]`, real steps of the actions `[at most C, A]` or
         None, and the `dataset_index`. Reads no images.
         """
-        ...
 
 
 def chosen_fields(names: Sequence[str], shapes: DemonstrationShapes) -> dict[str, bool]:
@@ -362,9 +364,8 @@ def _of_source(name: str) -> Any:
 class DrawnDemonstrations:
     """Samples of a source with the drops, image changes and flow draws of one epoch.
 
-    The loader gets the view of an epoch from `in_epoch`. For evaluation leave out `probabilities`
-    and `transforms`: nothing is dropped or changed, and since every evaluation is epoch 0, its
-    draws are always the same.
+    For evaluation leave out `probabilities` and `transforms`: nothing is dropped or changed, and
+    since every evaluation is epoch 0, its draws are always the same.
 
     Attributes:
         probabilities: of the drops.
@@ -382,19 +383,12 @@ class DrawnDemonstrations:
 
     def in_epoch(self, epoch: int) -> "DrawnDemonstrations":
         """The same samples, with that epoch's draws."""
-        of_epoch = getattr(self.source, "in_epoch", None)
-        source = self.source if of_epoch is None else of_epoch(epoch)
-        return replace(self, epoch=epoch, source=source)
+        return replace(self, epoch=epoch, source=self.source.in_epoch(epoch))
 
     def __len__(self) -> int:
         return len(self.source)
 
     def __getitem__(self, number: int) -> Demonstration:
-        """A sample.
-
-        Raises:
-            BadSampleError: the sample cannot be used; says `file:line: reason`.
-        """
         place = (self.epoch, number)
         drops = draw_drops(self.probabilities, sample_rng(self.seed, Stream.DROPS, *place))
         sample = self.source.demonstration(

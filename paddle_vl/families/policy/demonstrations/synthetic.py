@@ -17,6 +17,7 @@ from paddle_vl.families.policy.demonstrations.sample import (
     OPTIONAL_FIELDS,
     Demonstration,
     DemonstrationShapes,
+    DemonstrationSource,
     Stream,
     chosen_fields,
     finished_sample,
@@ -47,12 +48,8 @@ class _Episode(NamedTuple):
         return self.target + (self.start - self.target) * left
 
 
-class SyntheticDemonstrations:
-    """A source of demonstrations without files (`data.synthetic_samples`).
-
-    Attributes:
-        shapes, fields, group_names: see `DemonstrationSource`.
-    """
+class SyntheticDemonstrations(DemonstrationSource):
+    """A source of demonstrations without files (`data.synthetic_samples`)."""
 
     on_bad_sample = "fail"
     files: Sequence[Path] = ()
@@ -89,16 +86,12 @@ class SyntheticDemonstrations:
     def __len__(self) -> int:
         return self.num_samples
 
-    def __getitem__(self, number: int) -> Demonstration:
-        return self.demonstration(number)
-
     def place(self, number: int) -> str:
         return f"made-up demonstration {number}"
 
     def demonstration(
         self, number: int, *, with_history: bool = True, with_subgoals: bool = True
     ) -> Demonstration:
-        """A sample; without history, past frames are black."""
         episode, steps = self._episode(number), self._frames(number)
         given = episode.words | {"past_memory": episode.words["next_memory"]}
         if number % EPISODE_LENGTH == 0:
@@ -113,7 +106,6 @@ class SyntheticDemonstrations:
         return finished_sample(given, self.shapes, self.fields)
 
     def motion(self, number: int) -> tuple[np.ndarray, np.ndarray | None, int]:
-        """State, actions and group of a sample, see `DemonstrationSource`."""
         episode, steps = self._episode(number), self._frames(number)
         state = episode.at(steps)[:, : self.shapes.state_dim].astype(np.float32)
         actions = None
