@@ -92,42 +92,33 @@ def checkpoint_rules(config: Gemma3WithExpertConfig, is_grouped: bool = False) -
         is_grouped: whether projections of states and actions have a group axis.
     """
     size = config.gemma3_config.vision_config.patch_size
-    engine = "gemma3_with_expert"
+    engine, video = "gemma3_with_expert", "prefix.video_encoder"
     backbone, expert = f"{engine}.gemma3.model", f"{engine}.gemma_expert.model"
-    tower, ours = f"{backbone}.vision_tower.vision_model", "prefix.video_encoder.tower"
+    tower, actions = f"{backbone}.vision_tower.vision_model", f"{engine}.discrete_action_embedding"
+    tables, tokens = f"{tower}.embeddings", f"{backbone}.language_model.embed_tokens"
     projection = GroupWeights() if is_grouped else LinearWeights()
-    rules = (
-        Rule(
-            f"{ours}.patch_embedding.weight",
-            f"{tower}.embeddings.patch_embedding.weight",
-            PatchKernel((3, size, size)),
-        ),
-        Rule(f"{ours}.patch_embedding.bias", f"{tower}.embeddings.patch_embedding.bias", Same()),
-        Rule(
-            f"{ours}.position_embedding.weight",
-            f"{tower}.embeddings.position_embedding.weight",
-            Same(),
-        ),
-        Rule(f"{ours}.layers.*", f"{tower}.encoder.layers.*", LinearWeights()),
-        Rule(f"{ours}.post_layernorm.*", f"{tower}.post_layernorm.*", Same()),
-        Rule("prefix.video_encoder.projector.*", f"{backbone}.multi_modal_projector.*", Same()),
-        Rule("prefix.embed_tokens.table.*", f"{backbone}.language_model.embed_tokens.*", Same()),
-        Rule(
-            "prefix.discrete_action_embedding.table.*",
-            f"{engine}.discrete_action_embedding.*",
-            Same(),
-        ),
-        Rule("prefix.state_proj.linear.*", "state_proj.*", projection),
-        Rule("suffix.action_in_proj.linear.*", "action_in_proj.*", projection),
-        Rule("action_out_proj.linear.*", "action_out_proj.*", projection),
-        Rule("suffix.time_mlp_*", "time_mlp_*", LinearWeights()),
-        Rule("decoder.layers.*", f"{engine}.interleaved_layers.*", LinearWeights()),
-        Rule("decoder.norm.*", f"{backbone}.language_model.norm.*", Same()),
-        Rule("decoder.expert_norm.*", f"{expert}.norm.*", LinearWeights()),
-        Rule("da_head.*", f"{engine}.da_head.*", LinearWeights()),
+    kernel, linear, same = PatchKernel((3, size, size)), LinearWeights(), Same()
+    rows = (
+        (f"{video}.tower.patch_embedding.weight", f"{tables}.patch_embedding.weight", kernel),
+        (f"{video}.tower.patch_embedding.bias", f"{tables}.patch_embedding.bias", same),
+        (f"{video}.tower.position_embedding.*", f"{tables}.position_embedding.*", same),
+        (f"{video}.tower.layers.*", f"{tower}.encoder.layers.*", linear),
+        (f"{video}.tower.post_layernorm.*", f"{tower}.post_layernorm.*", same),
+        (f"{video}.projector.*", f"{backbone}.multi_modal_projector.*", same),
+        ("prefix.embed_tokens.table.*", f"{tokens}.*", same),
+        ("prefix.discrete_action_embedding.table.*", f"{actions}.*", same),
+        ("prefix.state_proj.linear.*", "state_proj.*", projection),
+        ("suffix.action_in_proj.linear.*", "action_in_proj.*", projection),
+        ("action_out_proj.linear.*", "action_out_proj.*", projection),
+        ("suffix.time_mlp_*", "time_mlp_*", linear),
+        ("decoder.layers.*", f"{engine}.interleaved_layers.*", linear),
+        ("decoder.norm.*", f"{backbone}.language_model.norm.*", same),
+        ("decoder.expert_norm.*", f"{expert}.norm.*", linear),
+        ("da_head.*", f"{engine}.da_head.*", linear),
         # The planner's head on a pipeline stage without the tied token embedding.
-        Rule("lm_head.*", f"{backbone}.language_model.embed_tokens.*", Same()),
+        ("lm_head.*", f"{tokens}.*", same),
     )
+    rules = tuple(Rule(*row) for row in rows)
     return (*low_rank_rules(rules), *rules)
 
 

@@ -328,9 +328,6 @@ class PrefixTokens:
         blocks: the layout.
         label_ids: token ids, without special tokens, of each label of the layout.
         camera_tokens: M.
-
-    Raises:
-        ValueError: a label has no ids.
     """
 
     def __init__(
@@ -346,9 +343,6 @@ class PrefixTokens:
     def embedded(self, batch: Mapping[str, Any], presence: Presence, training: bool) -> list[Block]:
         """The blocks to embed, laid out or not: the same on all ranks whose batches have the same
         fields.
-
-        Raises:
-            ValueError: a block of `presence` has no field in the batch.
         """
         fields = Presence(
             batch.get("response_tokens") is not None,
@@ -478,9 +472,6 @@ class PrefixEmbedding(nn.Layer):
         """
         Args:
             tokens: of the layout `PREFIX_BLOCKS` or `PLANNER_BLOCKS`.
-
-        Raises:
-            ValueError: the vocabulary of discrete actions is not known.
         """
         super().__init__()
         vlm = config.vlm_config
@@ -527,9 +518,6 @@ class PrefixEmbedding(nn.Layer):
             training: add what is predicted: the policy's discrete actions, the planner's memory
                 and response.
             image_rows: the tower's rows, made elsewhere; None runs the tower.
-
-        Raises:
-            ValueError: the batch lacks the field of a block to lay out.
         """
         blocks = self.tokens.embedded(batch, presence, training)
         rows = self.embed_blocks(batch, blocks, presence.subgoal, image_rows)

@@ -2,7 +2,8 @@
 next memory and then the next subtask, written greedily.
 
 NumPy only; what computes actions and tokens is a model, or its exported programs. Shapes: B batch,
-F frames of an observation, C steps of a chunk, A action dims, n new tokens.
+F frames of an observation, C steps of a chunk, A action dims, n new tokens. A ValueError names
+entries that are missing or do not fit.
 
 Source: the observation buffers and the action queue of OpenTau's `select_action`.
 """
@@ -51,9 +52,6 @@ class ObservationHistory:
         Args:
             batch: the current observation.
             names: entries to keep, each `[B, ...]`; they come back as `[B, F, ...]`.
-
-        Raises:
-            ValueError: an entry has another shape than before.
         """
         current = {name: np.asarray(batch[name]) for name in names}
         if self._steps:
@@ -171,9 +169,6 @@ class ActingPolicy(ABC):
             noise: `[B, C, max_action_dim]`, array or tensor; drawn if None.
             delay: number of first actions of the chunk that are already known, at most `max_delay`.
             action_prefix: these actions, raw, `[B, delay, action dims]`.
-
-        Raises:
-            ValueError: an entry is missing or does not fit.
         """
         return self.raw_chunk(self.chunk_inputs(batch, delay, action_prefix), noise)
 

@@ -1,9 +1,10 @@
 """Preparation of camera frames and subgoal images for the vision tower.
 
+A ValueError names images that are missing or do not fit, their values or shape, and the remedy.
+
 Shapes: B batch, F frames of an observation, H x W pixels.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,6 @@ import numpy as np
 
 from paddle_vl.families.policy.features import PolicyFeature
 
-logger = logging.getLogger(__name__)
 _OVERSHOOT = 0.25
 
 
@@ -37,9 +37,6 @@ def check_images(batch: Mapping[str, Any], cameras: Sequence[str]) -> None:
 
     Looks at every fourth row of pixels, a few percent of a batch's preparation. Interpolation may
     overshoot a little.
-
-    Raises:
-        ValueError: names the camera, its values and the remedy.
     """
     for name in [*cameras, *map(_goal_of, cameras)]:
         if name not in batch:
@@ -82,9 +79,6 @@ def prepare_videos(
             optionally `<camera>_is_pad` `[B]` bool, True for samples that lack the camera.
         size: (height, width) of the result.
         num_frames: most frames of an observation.
-
-    Raises:
-        ValueError: too many cameras are missing, or frames have another shape.
     """
     present = [name for name in cameras if name in batch]
     if not present:
@@ -135,9 +129,6 @@ def prepare_subgoals(
     The subgoal of `camera0` is `subgoal0`. Samples whose `subgoal_is_pad` is True, and all samples
     without that entry, get masked grey images, and so does a subgoal whose own `subgoal0_is_pad`
     is True.
-
-    Raises:
-        ValueError: images have another shape.
     """
     names = [_goal_of(camera) for camera in cameras]
     present = [name for name in names if name in batch]
@@ -185,9 +176,6 @@ def letterbox(images: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     Args:
         images: `[..., height, width]` float32.
         size: (height, width) of the result.
-
-    Raises:
-        ValueError: an image would have no pixel left.
     """
     height, width = images.shape[-2:]
     if (height, width) == tuple(size):

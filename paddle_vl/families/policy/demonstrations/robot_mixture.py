@@ -62,11 +62,6 @@ class RobotDemonstrations(DemonstrationSource):
             group_names: a policy's `dataset_names`; None for the groups of the datasets.
             seed: of all draws.
             groups: other groups than the robot type and control mode say, by dataset.
-
-        Raises:
-            BadSampleError: with "fail", a file of an episode does not exist.
-            RuntimeError, ValueError: a dataset cannot be read, or does not fit the policy.
-            ValueError: the group of a dataset is none of the names.
         """
         self.mixture, self.shapes = mixture, shapes
         datasets = [RobotDataset(config, mixture, shapes) for config in mixture.datasets]
@@ -174,9 +169,6 @@ class RobotDemonstrations(DemonstrationSource):
 
         Args:
             needs_quantiles: warn of quantiles that lerobot wrote, which are approximate.
-
-        Raises:
-            ValueError: a dataset has no statistics, or a group no dataset.
         """
         members: dict[int, list[tuple[dict[str, FeatureStatistics], int]]] = {}
         for place, (dataset, group) in enumerate(zip(self.datasets, self._groups, strict=True)):
