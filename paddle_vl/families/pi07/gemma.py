@@ -63,11 +63,7 @@ def engine_key(key: str) -> str:
 
 
 def backbone_config(folder: Path) -> Gemma3Config:
-    """The configuration of a folder of Gemma 3.
-
-    Raises:
-        RuntimeError, ValueError: its config.json cannot be read, or is not of Gemma 3.
-    """
+    """The configuration of a folder of Gemma 3."""
     file = folder / "config.json"
     try:
         return Gemma3Config(**read_json_object(file, "a model's configuration"))
@@ -109,11 +105,7 @@ def base_config(config_class: Any, described: Any, folder: Path | None) -> Any:
 
 
 def _check_sizes(found: Gemma3Config, folder: Path) -> None:
-    """Refuse a backbone that differs from that of the folder, but for the size of images.
-
-    Raises:
-        ValueError: names every field that differs, and both values.
-    """
+    """Refuse a backbone that differs from that of the folder, but for the size of images."""
     own = backbone_config(folder)
     pairs = {
         "": (own, found),

@@ -340,11 +340,7 @@ def flow_draws(config: PolicyConfig) -> FlowDraws | None:
 
 
 def sample_shapes(config: PolicyConfig) -> DemonstrationShapes:
-    """Shapes that the policy needs of its data.
-
-    Raises:
-        ValueError: its configuration lacks a feature.
-    """
+    """Shapes that the policy needs of its data."""
     check_features(config)
     size = config.resize_imgs_with_padding
     assert size is not None, "the configuration gives it a value"
@@ -366,11 +362,7 @@ def sample_shapes(config: PolicyConfig) -> DemonstrationShapes:
 
 
 def action_errors(policy: Any, parts: Mapping[str, Sequence[int]] = {}) -> ActionErrors | None:
-    """Measures a policy's actions; None for a planner.
-
-    Raises:
-        ValueError: `parts`, data.action_groups, name dims that there are not.
-    """
+    """Measures a policy's actions, also of `parts`, data.action_groups; None for a planner."""
     if not isinstance(policy, PI07LowLevelPolicy):
         return None
     num_dims = policy.config.output_features["actions"].shape[0]

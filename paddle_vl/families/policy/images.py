@@ -16,12 +16,8 @@ _OVERSHOOT = 0.25
 
 
 class Pictures(NamedTuple):
-    """Images and masks of every camera.
-
-    Attributes:
-        images: per camera `[B, F, 3, H, W]` (videos) or `[B, 3, H, W]` (subgoals), float32.
-        masks: per camera `[B]` bool, True for real images.
-    """
+    """Per camera images `[B, F, 3, H, W]` (videos) or `[B, 3, H, W]` (subgoals), float32, and a
+    mask `[B]` bool, True for real ones."""
 
     images: list[np.ndarray]
     masks: list[np.ndarray]
@@ -77,7 +73,6 @@ def prepare_videos(
     Args:
         batch: per camera `[B, F, 3, H, W]`, or `[B, 3, H, W]` if an observation is one frame;
             optionally `<camera>_is_pad` `[B]` bool, True for samples that lack the camera.
-        size: (height, width) of the result.
         num_frames: most frames of an observation.
     """
     present = [name for name in cameras if name in batch]
@@ -166,16 +161,12 @@ def _has_image(batch: Mapping[str, Any], name: str, batch_size: int) -> np.ndarr
 
 
 def letterbox(images: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Scale images bilinearly, keeping their aspect ratio, and pad them with zeros at the top and
-    left.
+    """Scale images `[..., height, width]` float32 bilinearly, keeping their aspect ratio, and pad
+    them with zeros at the top and left to a size (height, width).
 
     Scaled sides are rounded down to whole pixels. Images of the right size are returned unchanged.
 
     Source: `resize_with_pad` of OpenTau and openpi.
-
-    Args:
-        images: `[..., height, width]` float32.
-        size: (height, width) of the result.
     """
     height, width = images.shape[-2:]
     if (height, width) == tuple(size):

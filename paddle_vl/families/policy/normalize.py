@@ -191,8 +191,7 @@ class Normalizer:
 
         Args:
             where: origin of the statistics, for the message.
-            may_be_absent: accept infinite statistics, which were never set; `normalize` raises if
-                it needs them.
+            may_be_absent: accept infinite statistics, which were never set.
         """
         for name, mode in self._modes.items():
             tensors = {s: self.tensors[tensor_name(name, s)] for s in STATISTICS_OF_MODE[mode]}
@@ -207,12 +206,8 @@ class Normalizer:
                     )
 
     def normalize(self, batch: Mapping[str, Any], index_B: np.ndarray) -> dict[str, Any]:
-        """The batch with its features normalized, float32; other entries as they were.
-
-        Args:
-            batch: arrays `[B, ..., *feature]`.
-            index_B: row of the statistics of each sample, int64.
-        """
+        """The batch with its features `[B, ..., *feature]` normalized, float32, each sample by its
+        int64 row of the statistics; other entries as they were."""
         return self._applied(batch, index_B, inverse=False)
 
     def unnormalize(self, batch: Mapping[str, Any], index_B: np.ndarray) -> dict[str, Any]:
@@ -296,14 +291,8 @@ def _statistic_shape(feature: PolicyFeature) -> tuple[int, ...]:
 
 
 def spread_problem(statistics: Mapping[str, np.ndarray]) -> str | None:
-    """A message about the first statistic that is not finite, too small or contradicts another.
-
-    Args:
-        statistics: arrays by name, any of mean, std, min, max, q01, q99, count.
-
-    Returns:
-        None if all are consistent.
-    """
+    """A message about the first statistic that is not finite, too small or contradicts another, of
+    arrays by name, any of mean, std, min, max, q01, q99, count; None if there is none."""
 
     def first(is_wrong: np.ndarray) -> list[tuple[str, Any]]:
         """The first wrong place, as text, and its index."""
@@ -396,14 +385,10 @@ def write_statistics(path: str | Path, groups: Mapping[str, GroupStatistics]) ->
 def read_statistics(
     path: str | Path, group_names: Sequence[str] | None = None
 ) -> dict[str, GroupStatistics]:
-    """Read a file of `write_statistics`.
-
-    Args:
-        group_names: the groups to return, in this order; None for all in the order of the file.
+    """Read a file of `write_statistics`: these groups in this order, or all in that of the file.
 
     Raises:
         RuntimeError: there is no such file, or it has another content.
-        ValueError: a group is missing, or a statistic is NaN, or gives a negative spread.
     """
     path = Path(path)
     form = "group -> feature -> statistic -> list of numbers is needed"
@@ -466,7 +451,6 @@ def set_by_key(normalizers: Mapping[str, Normalizer], found: Mapping[str, np.nda
 
 
 def save_statistics(normalizers: Mapping[str, Normalizer], file: Path) -> None:
-    """Write the statistics of normalizers."""
     save_file(statistics_by_key(normalizers), file)
 
 

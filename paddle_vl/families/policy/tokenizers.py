@@ -36,7 +36,6 @@ class PromptTokenizer:
 
     Attributes:
         bos_id: put before texts that get special tokens; None if `tokenizer.json` does that.
-        pad_id: fills texts on the right.
     """
 
     def __init__(self, tokenizer: Tokenizer, bos_id: int | None = None, pad_id: int = 0):
@@ -105,7 +104,6 @@ class PromptTokenizer:
 
     @property
     def highest_id(self) -> int:
-        """The largest token id."""
         return highest_id(self._tokenizer)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
@@ -116,7 +114,6 @@ class PromptTokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Text of ids."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens)
 
     def token_id(self, token: str) -> int:
@@ -252,7 +249,6 @@ class ActionTokenizer:
 
         Raises:
             RuntimeError: files are missing or damaged.
-            ValueError: a setting is out of range.
         """
         folder = Path(path)
         file = folder / TOKENIZER_FILE
@@ -278,7 +274,6 @@ class ActionTokenizer:
         return made
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Write the tokenizer's folder."""
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / TOKENIZER_FILE, self.tokenizer.to_str(pretty=True))

@@ -59,9 +59,6 @@ def present_fields(
     """The optional fields that any line of any file has; the same on every rank.
 
     Lines that are too long or not JSON objects are ignored here; opening the dataset reports them.
-
-    Raises:
-        RuntimeError: a file does not exist.
     """
     names: set[str] = set()
     for file in files:
@@ -85,11 +82,9 @@ class Moment:
 
     Attributes:
         state: `[R, S]` float32, R frames that the policy reads, the current one last.
-        history_length: steps of the line, read or not.
         actions: `[N, A]` float32, N real steps; None if no actions are needed.
         frames: R paths per camera that the line has.
-        goals: the goal images that the line has, by name.
-        words: the prompt, and the optional texts and numbers that the line has.
+        history_length: steps of the line, read or not.
     """
 
     state: np.ndarray
@@ -223,9 +218,6 @@ def check_history(
 
     Args:
         longest: per file its name and the steps of its longest one.
-
-    Raises:
-        ValueError: names the longest ones and the steps that are needed.
     """
     short = [(file, length) for file, length in longest if length < shapes.history_length]
     if not short:
@@ -247,14 +239,7 @@ def check_history(
 
 
 def parse_moment(line: bytes, folder: MediaFolder, shapes: DemonstrationShapes) -> Moment:
-    """Parse one line of a JSONL file.
-
-    Args:
-        folder: the file's own, which relative paths start from.
-
-    Raises:
-        BadSampleError: names the fault.
-    """
+    """Parse one line of a JSONL file in a folder, which relative paths start from."""
     # Non-finite numbers are refused below, with the name of their entry.
     record = parse_object(line, "'state', images, 'actions' and 'prompt'", finite=False)
     record = {name: value for name, value in record.items() if value is not None}

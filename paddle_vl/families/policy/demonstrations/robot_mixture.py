@@ -201,7 +201,6 @@ class RobotDemonstrations(DemonstrationSource):
 
     @property
     def fingerprint(self) -> int:
-        """Hash of what determines the samples."""
         shares = () if self.weights is None else self.weights.tolist()
         numbers = [xxh3_64(numbers.tobytes()).intdigest() for numbers in self._numbers]
         hashes = [content[1:] for content in self.contents]

@@ -63,13 +63,8 @@ class DemonstrationShapes:
     """Cameras and sizes that a policy needs, from its configuration.
 
     Attributes:
-        cameras: names of the cameras.
         image_size: (height, width) of images, `resize_imgs_with_padding`.
-        state_dim: S.
-        n_obs_steps: F.
         chunk_size, action_dim: C and A; None if no actions are needed, as for the planner.
-        history_interval: steps of the data between two frames of an observation.
-        empty_cameras: most cameras that a sample may lack.
     """
 
     cameras: tuple[str, ...]
@@ -88,10 +83,8 @@ class DemonstrationShapes:
         return (self.n_obs_steps - 1) * self.history_interval + 1
 
     def observed(self, num_steps: int) -> slice:
-        """The frames of an observation among `num_steps` consecutive steps, the last the current.
-
-        They are `history_interval` steps apart and end with the current one; at most `n_obs_steps`,
-        fewer if the steps do not reach back far enough.
+        """The frames of an observation among `num_steps` consecutive steps: `history_interval`
+        apart, the last the current one; fewer than `n_obs_steps` if these do not reach back far.
 
         Source: the delta timestamps of OpenTau's data sets, -(F - 1 - i) * history_interval steps
         for frame i, and the observation buffer of its `select_action`.
@@ -156,11 +149,7 @@ class DemonstrationSource(ABC):
 
 
 def chosen_fields(names: Sequence[str], shapes: DemonstrationShapes) -> dict[str, bool]:
-    """Whether each optional field is among the names.
-
-    Raises:
-        ValueError: an unknown name, or goal images for cameras not named `camera...`.
-    """
+    """Whether each optional field is among the names, which are checked."""
     if unknown := sorted(set(names) - set(OPTIONAL_FIELDS)):
         raise ValueError(
             f"fields {unknown} are not known; choose from {', '.join(OPTIONAL_FIELDS)}"
@@ -232,8 +221,7 @@ def _front_padded(frames: np.ndarray, num_frames: int) -> np.ndarray:
 
 
 def collate_demonstrations(samples: Sequence[Demonstration]) -> dict[str, Any]:
-    """A raw batch: texts as lists, arrays and numbers stacked; the samples have the entries
-    of one source."""
+    """A raw batch of samples of one source: texts as lists, arrays and numbers stacked."""
     return {
         name: [sample[name] for sample in samples]
         if isinstance(value, str)
@@ -255,11 +243,7 @@ class Stream(IntEnum):
 
 
 def sample_rng(seed: int, stream: Stream, *place: int) -> np.random.Generator:
-    """The random generator of one sample for one purpose.
-
-    Args:
-        place: epoch and sample number, or other numbers that identify the sample.
-    """
+    """The random generator of one purpose and place: epoch and sample, or the like."""
     # A spawn key, since entropy [seed, epoch] equals [seed, epoch, 0], which draws the sample
     # order.
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(stream, *place)))
@@ -267,12 +251,7 @@ def sample_rng(seed: int, stream: Stream, *place: int) -> np.random.Generator:
 
 @dataclass(frozen=True)
 class FlowDraws:
-    """Draws noise, time and delay of a sample for the flow loss.
-
-    Attributes:
-        chunk_size, max_action_dim: shape of the noise, as of the model's actions.
-        max_delay: most actions of a chunk that are already given.
-    """
+    """Draws noise, time and delay of a sample for the flow loss, see the policy's configuration."""
 
     chunk_size: int
     max_action_dim: int
@@ -300,12 +279,7 @@ NO_DROPS = DropProbabilities(**dict.fromkeys(DropProbabilities.model_fields, 0.0
 
 
 class Drops(NamedTuple):
-    """What to drop from a sample.
-
-    Attributes:
-        response: applies only if the sample keeps its goal images.
-        metadata: names of fields.
-    """
+    """What to drop from a sample; the response only if it keeps its goal images."""
 
     subgoal: bool
     history: bool
@@ -368,10 +342,7 @@ class DrawnDemonstrations:
     since every evaluation is epoch 0, its draws are always the same.
 
     Attributes:
-        probabilities: of the drops.
         flow: draws for the flow loss; None for none, as for the planner.
-        seed: of all draws.
-        transforms: changes of the cameras' images; None for none.
     """
 
     source: DemonstrationSource
@@ -382,7 +353,6 @@ class DrawnDemonstrations:
     transforms: ImageTransforms | None = None
 
     def in_epoch(self, epoch: int) -> "DrawnDemonstrations":
-        """The same samples, with that epoch's draws."""
         return replace(self, epoch=epoch, source=self.source.in_epoch(epoch))
 
     def __len__(self) -> int:

@@ -63,15 +63,10 @@ class SyntheticDemonstrations(DemonstrationSource):
         seed: int = 0,
         group_names: Sequence[str] = ("arm::joint",),
     ):
-        """Samples are computed when they are read.
-
+        """
         Args:
             fields: the optional fields of every sample; none is ever absent.
-            seed: of the content.
             group_names: `robot::control mode`; episodes take them in turn.
-
-        Raises:
-            ValueError: unknown fields, or a group with another form of name.
         """
         if wrong := [name for name in group_names if name.count("::") != 1] or not group_names:
             raise ValueError(f"groups are {wrong or 'none'}; name them 'robot::control mode'")
@@ -118,7 +113,6 @@ class SyntheticDemonstrations(DemonstrationSource):
 
     @property
     def fingerprint(self) -> int:
-        """Checksum of everything that determines the samples."""
         settings = [self.num_samples, self.seed, self.shapes, self.fields, self.group_names]
         if self.shapes.history_interval > 1:
             settings.append(self.shapes.history_interval)
