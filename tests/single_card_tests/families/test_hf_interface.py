@@ -11,8 +11,9 @@ import pytest
 
 from paddle_vl import GenerationConfig, PI07LowLevelPolicy, Qwen3VLForConditionalGeneration
 from paddle_vl.testing.qwen3_vl import token_rows
-from tests.single_card_tests.families.pi07.test_policy import character_tokenizer, golden_policy
+from tests.single_card_tests.families.pi07.test_policy import golden_policy
 from tests.support.hub_server import local_hub
+from tests.support.pi07_golden import character_tokenizer
 from tests.support.tiny import tiny_model
 
 hub = pytest.fixture(local_hub)

@@ -14,7 +14,7 @@ Synthetic demonstrations and their batches.
 
 Guarantees: samples follow from seed and number; all optional fields vary; actions need both state
 and colour, neither alone predicts them; both ends of an episode are padded; batches have the fields
-of their samples; a policy takes the batches.
+of their samples.
 """
 
 import itertools
@@ -31,7 +31,6 @@ from paddle_vl.families.policy.demonstrations.sample import (
     DROPPED_METADATA,
     NO_DROPS,
     OPTIONAL_FIELDS,
-    DemonstrationShapes,
     DrawnDemonstrations,
     DropProbabilities,
     Drops,
@@ -43,7 +42,6 @@ from paddle_vl.families.policy.demonstrations.sample import (
     sample_rng,
 )
 from paddle_vl.families.policy.demonstrations.synthetic import SyntheticDemonstrations
-from paddle_vl.families.policy.normalize import demonstration_statistics
 from tests.single_card_tests.families.pi07.demonstration_builders import (
     SHAPES,
     line,
@@ -347,29 +345,3 @@ def test_batches_hold_what_samples_hold():
     assert (batch["speed"].dtype, batch["speed"].shape) == (np.int64, (2,))
     for row, sample in enumerate(samples):
         assert all(np.array_equal(batch[name][row], sample[name]) for name in sample)
-
-
-def test_a_policy_takes_the_batches():
-    from paddle_vl import PI07LowLevelPolicy
-    from tests.support.pi07_golden import (
-        CharacterTokenizer,
-        FirstValueActionTokenizer,
-        policy_config,
-    )
-
-    config = policy_config()
-    shapes = DemonstrationShapes(
-        ("camera0", "camera1"), (56, 56), 5, config.n_obs_steps, config.chunk_size, 7
-    )
-    source = SyntheticDemonstrations(30, shapes, group_names=("arm::joint", "arm::ee"))
-    statistics = list(demonstration_statistics(source).values())
-    policy = PI07LowLevelPolicy(
-        config, CharacterTokenizer(), FirstValueActionTokenizer(), statistics
-    )
-    inputs = policy.inputs.training_inputs(collate_demonstrations([source[3], source[23]]))
-    np.testing.assert_array_equal(inputs["group_index"], [0, 1])
-    assert inputs["metadata_masks"].any(axis=1).all()
-    assert inputs["response_masks"].any(axis=1).all()
-    assert inputs["subgoal_img_masks"][0].all()
-    assert inputs["actions_is_pad"][1].any()
-    assert inputs["obs_history_is_pad"].shape == (2, config.n_obs_steps)

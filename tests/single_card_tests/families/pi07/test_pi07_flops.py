@@ -168,13 +168,6 @@ def check_single_parameters(pattern: str, loss: str, unasked, monkeypatch) -> No
         assert counter(batch) + more == expected, name
 
 
-def test_insulation_keeps_the_flow_out_of_the_prefix():
-    model = golden_model()
-    counter = PI07Flops(model.config, model.label_ids, None, ["MSE"])
-    costs = counter.operations(real_batch()).backward
-    assert {unit for unit, cost in costs.items() if cost} == {"steps", "step_pairs", "cross_pairs"}
-
-
 @pytest.mark.parametrize(
     ("losses", "insulated"), [(("MSE",), False), (("CE",), False), (("CE",), True)]
 )
@@ -192,15 +185,6 @@ def test_insulation_saves_the_gradients_of_keys_and_values_that_are_detached(los
     # The kernel still computes them, because keys of both streams are one tensor.
     saved = layers * products(model, counter, batch, "cross_pairs", 2)
     assert counter(batch) + saved == counts_of(model, batch, monkeypatch, losses)[1]
-
-
-def test_groups_have_projections_of_one_size(monkeypatch):
-    model = golden_model(
-        knowledge_insulation=False, per_group_projection=True, dataset_names=["a", "b"]
-    )
-    batch = real_batch() | {"group_index": np.array([1, 0])}
-    counter = counter_of(model)
-    assert (counter.forward(batch), counter(batch)) == counts_of(model, batch, monkeypatch)
 
 
 def masked_batch() -> dict:
