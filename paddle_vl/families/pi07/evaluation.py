@@ -15,7 +15,7 @@ from paddle_vl.families.pi07.recipe import (
     flow_draws,
     sample_shapes,
 )
-from paddle_vl.families.policy.demonstrations.dataset import DemonstrationsDataset, present_fields
+from paddle_vl.families.policy.demonstrations.dataset import DemonstrationsDataset
 from paddle_vl.families.policy.demonstrations.robot_mixture import RobotDemonstrations
 from paddle_vl.families.policy.demonstrations.sample import NO_DROPS, DrawnDemonstrations
 from paddle_vl.families.policy.model_inputs import PolicyCollator
@@ -36,8 +36,7 @@ def build_evaluation(family: FamilyEntry, folder: Path, options: EvaluationOptio
     if folders_among(files):
         source = RobotDemonstrations(mixture_of(files), shapes, None, config.dataset_names)
     else:
-        fields = present_fields(files, shapes)
-        source = DemonstrationsDataset(files, shapes, fields, config.dataset_names)
+        source = DemonstrationsDataset(files, shapes, None, config.dataset_names)
     recipe.check_fields(source)
     samples = DrawnDemonstrations(source, NO_DROPS, flow_draws(config), EVALUATION_SEED)
     policy = policy_class.from_pretrained(folder, config=config, base=options.base)

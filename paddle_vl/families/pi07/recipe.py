@@ -47,7 +47,6 @@ from paddle_vl.families.policy.action_errors import ActionErrors
 from paddle_vl.families.policy.demonstrations.dataset import (
     UNNAMED_GROUP,
     DemonstrationsDataset,
-    present_fields,
 )
 from paddle_vl.families.policy.demonstrations.robot_mixture import RobotDemonstrations
 from paddle_vl.families.policy.demonstrations.sample import (
@@ -266,6 +265,12 @@ class PI07Recipe(Family):
             f"would be trained, since {reason}: change one of the two"
         )
 
+    @property
+    def _fields(self) -> list[str] | None:
+        """Of the training samples, once these are open; None for those that any of them has."""
+        found = self.fields
+        return self.config.data.fields if found is None else [n for n, has in found.items() if has]
+
     def _source(self, files: Sequence[str]) -> DemonstrationSource:
         data, names = self.config.data, self.model_config.dataset_names
         shapes = sample_shapes(self.model_config)
@@ -277,16 +282,13 @@ class PI07Recipe(Family):
             return SyntheticDemonstrations(data.synthetic_samples, shapes, chosen, seed, **groups)
         if folders_among(files):
             return self._robots(mixture_of(files, data.data_features_name_mapping))
-        chosen = data.fields
-        if chosen is None:
-            chosen = present_fields(data.train or files, shapes, data.max_line_bytes)
         of_group: dict[str, list[str]] = {}
         for file in files if data.groups else ():
             of_group.setdefault(data.groups[file], []).append(file)
         return DemonstrationsDataset(
             of_group or files,
             shapes,
-            chosen,
+            self._fields,
             names,
             data.on_bad_sample,
             allow_outside=data.allow_outside,
@@ -301,7 +303,7 @@ class PI07Recipe(Family):
         source = RobotDemonstrations(
             mixture,
             sample_shapes(self.model_config),
-            data.fields if self.fields is None else [n for n, has in self.fields.items() if has],
+            self._fields,
             names,
             data.on_bad_sample,
             seed=self.config.train.seed,

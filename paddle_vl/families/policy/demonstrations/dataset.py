@@ -27,8 +27,6 @@ from paddle_vl.data.jsonl import (
     BadSampleError,
     LineIndex,
     OnBadSample,
-    bounded_lines,
-    check_length,
     parse_object,
     sample_at,
 )
@@ -51,29 +49,6 @@ logger = logging.getLogger(__name__)
 UNNAMED_GROUP = "all"
 
 Files = Sequence[str | os.PathLike]
-
-
-def present_fields(
-    files: Files, shapes: DemonstrationShapes, max_line_bytes: int = MAX_LINE_BYTES
-) -> list[str]:
-    """The optional fields that any line of any file has; the same on every rank.
-
-    Lines that are too long or not JSON objects are ignored here; opening the dataset reports them.
-    """
-    names: set[str] = set()
-    for file in files:
-        if not Path(file).is_file():
-            raise RuntimeError(f"there is no data file {file}")
-        for _, _, line in bounded_lines(Path(file), max_line_bytes):
-            try:
-                check_length(line, max_line_bytes)
-                record = parse_object(line, "a demonstration", finite=False)
-            except BadSampleError:
-                continue
-            names |= {name for name, value in record.items() if value is not None}
-    if names & set(shapes.goals.values()):
-        names.add("subgoal")
-    return [name for name in OPTIONAL_FIELDS if name in names]
 
 
 @dataclass(frozen=True)
@@ -111,7 +86,7 @@ class DemonstrationsDataset(LineIndex, DemonstrationSource):
         self,
         files: Files | Mapping[str, Files],
         shapes: DemonstrationShapes,
-        fields: Sequence[str] = (),
+        fields: Sequence[str] | None = (),
         group_names: Sequence[str] | None = None,
         on_bad_sample: OnBadSample = "fail",
         *,
@@ -123,7 +98,8 @@ class DemonstrationsDataset(LineIndex, DemonstrationSource):
         Args:
             files: of one group of data, or of each group by name.
             shapes: of the samples.
-            fields: the optional fields of every sample, whether or not its line has them.
+            fields: the optional fields of every sample, whether or not its line has them; None for
+                those that any line has.
             group_names: in the order of `dataset_index`, a policy's `dataset_names`; None for the
                 order of `files`.
             allow_outside: images may lie outside their data file's folder.
@@ -144,7 +120,9 @@ class DemonstrationsDataset(LineIndex, DemonstrationSource):
                 f"the groups are {list(group_names)}, and the files do not say theirs: give the "
                 "files of each group by its name"
             )
-        self.shapes, self.fields = shapes, chosen_fields(fields, shapes)
+        self.shapes, self._found = shapes, set[str]()
+        every = dict.fromkeys(OPTIONAL_FIELDS, True)
+        self.fields = every if fields is None else chosen_fields(fields, shapes)
         self.group_names = tuple(groups if group_names is None else group_names)
         if unknown := [name for name in groups if name not in self.group_names]:
             raise ValueError(
@@ -157,6 +135,8 @@ class DemonstrationsDataset(LineIndex, DemonstrationSource):
         self._folders = [MediaFolder(file.parent, allow_outside) for file in paths]
         self.history_lengths = [0] * len(paths)
         super().__init__(paths, self._check_line, on_bad_sample, max_line_bytes)
+        if fields is None:
+            self.fields = chosen_fields([n for n in OPTIONAL_FIELDS if n in self._found], shapes)
 
     def demonstration(
         self, number: int, *, with_history: bool = True, with_subgoals: bool = True
@@ -193,6 +173,7 @@ class DemonstrationsDataset(LineIndex, DemonstrationSource):
         paths = [path for of_camera in moment.frames.values() for path in of_camera]
         paths += list(moment.goals.values()) if self.fields["subgoal"] else []
         sizes = [file_size(path, "image") for path in paths]
+        self._found |= {*moment.words, *(["subgoal"] if moment.goals else [])}
         longest = max(self.history_lengths[file_number], moment.history_length)
         self.history_lengths[file_number] = longest
         return sizes

@@ -304,21 +304,14 @@ def draw_drops(probabilities: DropProbabilities, rng: np.random.Generator) -> Dr
     )
 
 
-def drop_fields(sample: Demonstration, drops: Drops, shapes: DemonstrationShapes) -> Demonstration:
-    """The sample with dropped fields marked as absent; entries and shapes stay."""
+def drop_fields(sample: Demonstration, drops: Drops) -> Demonstration:
+    """The sample, read without a dropped past and goals, with all dropped fields marked as absent;
+    entries and shapes stay."""
     sample = dict(sample)
     has_goal = "subgoal_is_pad" in sample and not sample["subgoal_is_pad"]
-    if has_goal and drops.subgoal:
-        for goal in shapes.goals.values():
-            sample[goal] = np.zeros_like(sample[goal])
-        sample["subgoal_is_pad"] = np.bool_(True)
     if drops.history:
-        for camera in shapes.cameras:
-            frames = np.zeros_like(sample[camera])
-            frames[-1] = sample[camera][-1]
-            sample[camera] = frames
         sample["obs_history_is_pad"] = np.ones_like(sample["obs_history_is_pad"])
-    if has_goal and not drops.subgoal and drops.response and "response" in sample:
+    if has_goal and drops.response and "response" in sample:
         sample["response"] = ""
     for name in drops.metadata & sample.keys():
         if name in NUMBER_TYPES:
@@ -364,7 +357,7 @@ class DrawnDemonstrations:
         sample = self.source.demonstration(
             number, with_history=not drops.history, with_subgoals=not drops.subgoal
         )
-        sample = drop_fields(sample, drops, self.shapes)
+        sample = drop_fields(sample, drops)
         if self.transforms is not None:
             from paddle_vl.families.policy.image_transforms import transformed
 

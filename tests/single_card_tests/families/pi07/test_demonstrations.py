@@ -31,7 +31,7 @@ import make_demonstrations
 from make_demonstrations import write_demonstrations
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.policy.acting import ObservationHistory
-from paddle_vl.families.policy.demonstrations.dataset import DemonstrationsDataset, present_fields
+from paddle_vl.families.policy.demonstrations.dataset import DemonstrationsDataset
 from paddle_vl.families.policy.demonstrations.sample import OPTIONAL_FIELDS, DemonstrationShapes
 from paddle_vl.families.policy.demonstrations.synthetic import (
     EPISODE_LENGTH,
@@ -116,11 +116,13 @@ def test_fields_are_those_of_the_configuration_whatever_a_line_has(tmp_path):
 
 def test_fields_that_any_line_has_are_found(tmp_path):
     one = write_lines(tmp_path / "1.jsonl", line(tmp_path, speed=0), line(tmp_path, fps=None))
+    save_image(tmp_path / "g.png")
     two = write_lines(tmp_path / "2.jsonl", "no JSON", line(tmp_path, subgoal1="g.png"))
-    assert present_fields([one], SHAPES) == ["speed"]
-    assert present_fields([one, two], SHAPES) == ["speed", "subgoal"]
-    with pytest.raises(RuntimeError, match=r"no data file .*3\.jsonl"):
-        present_fields([tmp_path / "3.jsonl"], SHAPES)
+    for files, names in (([one], ["speed"]), ([one, two], ["speed", "subgoal"])):
+        dataset = DemonstrationsDataset(files, SHAPES, None, on_bad_sample="skip")
+        named = DemonstrationsDataset(files, SHAPES, names, on_bad_sample="skip")
+        assert [name for name, there in dataset.fields.items() if there] == names
+        assert dataset.fingerprint == named.fingerprint
 
 
 def test_without_actions_none_are_needed(tmp_path):
