@@ -15,7 +15,7 @@ import fnmatch
 import logging
 import math
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -224,21 +224,12 @@ class _Wanted(NamedTuple):
     stored_shape: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class GroupRows:
-    """A stored tensor, with or without a group axis, read as `[groups, ...]` of the policy.
-
-    Attributes:
-        rows: stored row of each of the policy's groups.
-    """
+class ChangedTensor(NamedTuple):
+    """A stored tensor that is changed when it is read, to another shape."""
 
     stored: ReadableTensor
-    rows: tuple[int, ...]
-    has_groups: bool
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (len(self.rows), *(self.stored.shape[1:] if self.has_groups else self.stored.shape))
+    shape: tuple[int, ...]
+    change: Callable[[np.ndarray], np.ndarray]
 
     @property
     def dtype(self) -> str:
@@ -246,9 +237,17 @@ class GroupRows:
 
     def read(self, *, must_be_finite: bool = True) -> np.ndarray:
         """As `StoredTensor.read`."""
-        array = self.stored.read(must_be_finite=must_be_finite)
-        array = array if self.has_groups else array[None]
-        return np.ascontiguousarray(array[list(self.rows)])
+        return self.change(self.stored.read(must_be_finite=must_be_finite))
+
+
+def group_rows(stored: ReadableTensor, rows: Sequence[int], has_groups: bool) -> ReadableTensor:
+    """A tensor with or without a group axis as `[groups, ...]` of the policy, from the stored row
+    of each of its groups."""
+
+    def chosen(array: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray((array if has_groups else array[None])[list(rows)])
+
+    return ChangedTensor(stored, (len(rows), *stored.shape[1 if has_groups else 0 :]), chosen)
 
 
 def is_statistic(key: str) -> bool:
@@ -325,17 +324,17 @@ class PolicyCheckpoint:
                 continue
             has_groups = len(tensor.shape) > (2 if key.endswith(".weight") else 1)
             if not has_groups or tensor.shape[0] == 1:
-                self.model[key] = GroupRows(tensor, (0,) * config.num_groups, has_groups)
+                self.model[key] = group_rows(tensor, (0,) * config.num_groups, has_groups)
             elif not keeps_order:
                 rows = _rows(key, stored, names, may_be_new=True)
-                self.model[key] = GroupRows(tensor, rows, has_groups=True)
+                self.model[key] = group_rows(tensor, rows, has_groups=True)
         for key, tensor in self.statistics.items() if wanted else ():
             if key in wanted and wanted[key].shape == (1, *tensor.shape):
                 # Older checkpoints have no group axis.
-                self.statistics[key] = GroupRows(tensor, (0,), has_groups=False)
+                self.statistics[key] = group_rows(tensor, (0,), has_groups=False)
             elif not keeps_order and (tensor.shape[:1] != (1,) or len(names or ()) > 1):
                 rows = _rows(key, stored, names, may_be_new=False)
-                self.statistics[key] = GroupRows(tensor, rows, has_groups=True)
+                self.statistics[key] = group_rows(tensor, rows, has_groups=True)
 
     def fill(
         self,

@@ -42,7 +42,6 @@ from paddle_vl.families.policy.acting import (
     write_plan,
 )
 from paddle_vl.families.policy.model_inputs import EOS, PlannerInputs
-from paddle_vl.families.policy.normalize import planner_normalizers
 from paddle_vl.nn.head_loss import TargetRows, head_loss
 from paddle_vl.nn.key_value_cache import KeyValueCache
 from paddle_vl.nn.placement import Placement
@@ -198,7 +197,6 @@ class PI07HighLevelPlanner(BasePolicy):
     model: PI07HighLevelPlannerModel
     config_class = PI07PlannerConfig
     model_class = PI07HighLevelPlannerModel
-    new_normalizers = staticmethod(planner_normalizers)
     # OpenTau's engine has these in every policy.
     unused_keys = ("*.da_head.*", "*.discrete_action_embedding.*")
 

@@ -17,7 +17,7 @@ Source: PI07LowLevelPolicy of OpenTau.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -45,7 +45,7 @@ from paddle_vl.families.policy.model_inputs import PolicyInputs
 from paddle_vl.families.policy.normalize import (
     Normalizer,
     Statistics,
-    policy_normalizers,
+    new_normalizers,
     set_by_key,
 )
 from paddle_vl.families.policy.tokenizers import ActionTokenizer, PromptTokenizer
@@ -64,19 +64,13 @@ Policy = TypeVar("Policy", bound="BasePolicy")
 
 
 class BasePolicy(SizedModel, nn.Layer, ABC):
-    """A policy and its model, which may be sharded.
-
-    Attributes:
-        normalizers: by name in a checkpoint; they have the statistics.
-        new_normalizers: makes normalizers for a configuration and a number of groups.
-    """
+    """A policy and its model, which may be sharded; its normalizers are by name in a checkpoint."""
 
     config: PI07Config | PI07PlannerConfig
     model: PolicyModel
     normalizers: Mapping[str, Normalizer]
     config_class: ClassVar[Any]
     model_class: ClassVar[Any]
-    new_normalizers: ClassVar[Callable[[Any, int], dict[str, Normalizer]]]
     # Patterns of checkpoint keys that the model never reads.
     unused_keys: ClassVar[Sequence[str]] = ()
     # Such tensors, and dtypes by key, of the folder that was loaded; both are saved again.
@@ -303,7 +297,7 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
                 f"there are statistics of {num_groups} groups, dataset_names has {names}: name "
                 "every group there, in the order of the statistics"
             )
-        return type(self).new_normalizers(config, num_groups)
+        return new_normalizers(config, num_groups)
 
     @property
     @abstractmethod
@@ -323,7 +317,6 @@ class PI07LowLevelPolicy(ActingPolicy, BasePolicy):
     model: PI07LowLevelFlowMatching
     config_class = PI07Config
     model_class = PI07LowLevelFlowMatching
-    new_normalizers = staticmethod(policy_normalizers)
 
     def __init__(
         self,

@@ -317,23 +317,18 @@ def spread_problem(statistics: Mapping[str, np.ndarray]) -> str | None:
     return None
 
 
-def policy_normalizers(config: PolicyConfig, num_groups: int) -> dict[str, Normalizer]:
-    """The four normalizers of a policy, without statistics."""
+def new_normalizers(config: PolicyConfig, num_groups: int) -> dict[str, Normalizer]:
+    """The normalizers of a policy, without statistics; of a planner, which has no actions, the
+    first alone."""
     inputs, outputs = config.input_features, config.output_features
     modes, version = config.normalization_mapping, config.normalization_version
-    discrete = {"ACTION": "MIN_MAX"}
-    made = ((inputs, modes), (outputs, modes), (outputs, discrete), (outputs, modes))
+    made = [(inputs, modes)]
+    if hasattr(config, "max_action_dim"):
+        made += [(outputs, modes), (outputs, {"ACTION": "MIN_MAX"}), (outputs, modes)]
     return {
         name: Normalizer(features, of_kind, version, num_groups)
-        for name, (features, of_kind) in zip(NORMALIZERS, made, strict=True)
+        for name, (features, of_kind) in zip(NORMALIZERS, made, strict=False)
     }
-
-
-def planner_normalizers(config: PolicyConfig, num_groups: int) -> dict[str, Normalizer]:
-    """The normalizer of a planner's inputs, without statistics."""
-    modes, version = config.normalization_mapping, config.normalization_version
-    inputs = Normalizer(config.input_features, modes, version, num_groups)
-    return {"normalize_inputs": inputs}
 
 
 # Of one group: feature -> statistic -> values, float64 `[dims]`; `count` is int64 `[1]`.
