@@ -1,22 +1,11 @@
 """Demonstrations in JSONL files.
 
-Guarantees: a line becomes the documented sample, padded and marked at both ends of an episode;
-every sample has exactly the configured fields; every error names file and line, the value and what
-is needed, and can be skipped; images are fitted into the image size; each group's files become its
-rows; samples of a source survive writing and reading; a pickled dataset is the same.
-
-Which past frames a demonstration's observation has.
-
-Guarantees: the frames of a line are the original's, `history_interval` steps apart, equal to what
-the policy sees when it acts, for every step of an episode; made-up demonstrations have the same;
-data in which no line reaches back far enough for `n_obs_steps` is refused with both numbers, and a
-file of others is named.
-
-Demonstrations that lack cameras.
-
-Guarantees: a line may lack up to `empty_cameras` cameras, which become black and masked, and more
-are refused with both numbers; all samples have the same entries, whichever cameras they have; a
-sample written again lacks the same.
+Guarantees: a line becomes the documented sample, padded and marked at both ends of an episode, with
+exactly the configured fields; past frames are the original's, `history_interval` steps apart, equal
+to what the policy sees when it acts; data that never fill an observation are refused with both
+numbers; a line may lack up to `empty_cameras` cameras, which become black and masked; every error
+names file and line, the value and what is needed, and can be skipped; images are fitted into the
+image size; each group's files become its rows; samples survive writing, reading and pickling.
 """
 
 import logging

@@ -1,20 +1,10 @@
-"""Random draws per sample in the loader's stream.
+"""Random draws per sample: drops of optional fields, the flow's draws, synthetic demonstrations.
 
-Guarantees: drops and draws of a sample are the same on every rank, in every batch and worker, and
-after resuming; they differ between epochs and seeds; evaluations repeat theirs; drops do not change
-the flow's draws; dropped images are not read; workers load no Paddle.
-
-Drops of optional fields in training, and the flow's draws.
-
-Guarantees: each drop equals OpenTau's; each has its probability and is independent of the others;
-the response is dropped only where goals remain; fps, memory and group are never dropped;
-probabilities outside [0, 1] are refused; times, delays and noise have their distributions.
-
-Synthetic demonstrations and their batches.
-
-Guarantees: samples follow from seed and number; all optional fields vary; actions need both state
-and colour, neither alone predicts them; both ends of an episode are padded; batches have the fields
-of their samples.
+Guarantees: draws of a sample are the same on every rank, in every batch and worker, and after
+resuming; they differ between epochs and seeds, and evaluations repeat theirs; each drop equals
+OpenTau's, has its probability and is independent of the others and of the flow's draws; dropped
+images are not read; the response is dropped only where goals remain; times, delays and noise have
+their distributions; actions of synthetic demonstrations need both state and colour.
 """
 
 import itertools

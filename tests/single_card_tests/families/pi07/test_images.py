@@ -2,13 +2,8 @@
 
 Guarantees: letterboxing equals PyTorch's on the golden images and pads at the top and left; padded
 frames are black, the current one never is; missing cameras are masked; dropped subgoals are grey
-and masked.
-
-Camera values of another range than 0 to 1.
-
-Guarantees: training, acting and planning refuse images of 0 to 255 and other ranges, of cameras and
-goals, in past frames too, with the camera, its values and the remedy; so with normalized images; a
-small overshoot of interpolation passes.
+and masked; training, acting and planning refuse images of 0 to 255 and other ranges with the
+camera, its values and the remedy, but for a small overshoot of interpolation.
 """
 
 import numpy as np

@@ -1,16 +1,11 @@
-"""The high-level planner's model.
+"""The high-level planner: its model, texts in and texts out, and its files.
 
-Guarantees: cached greedy decoding equals uncached predictions token by token, also after padding;
-a token writes its own keys and copies no others;
-after the end token there is padding, which later tokens do not see; losses are means over all
-tokens but the first of each segment; metadata is always embedded, and laid out if any sample or
-another rank has it; labels of the wrong length are refused; there is no expert.
-
-The planner with texts in and texts out, and its files.
-
-Guarantees: the prompt has task, memory and the state's bins; targets end with EOS; decoded texts
-have no special tokens; a saved planner is the same planner; OpenTau's files are read; missing or
-unfitting inputs are refused by name.
+Guarantees: cached greedy decoding equals uncached predictions token by token, also after padding,
+which follows the end token and which later tokens do not see; a token writes its own keys only;
+losses are means over all tokens but the first of each segment; metadata is always embedded, and
+laid out if any sample or another rank has it; the prompt has task, memory and the state's bins,
+targets end with EOS; a saved planner is the same planner, and OpenTau's files are read; inputs and
+labels that are missing or do not fit are refused by name.
 """
 
 import json

@@ -1,14 +1,9 @@
-"""Tokenizers of texts and action chunks.
+"""Tokenizers of texts and action chunks; invalid statistics, metadata and tokenizers.
 
 Guarantees: texts begin with the file's or the configured token, and are cut and padded on the
 right; the action tokenizer computes as FAST's published code and survives saving and loading; both
-refuse invalid files.
-
-Invalid statistics, metadata and tokenizers.
-
-Guarantees: a negative spread, NaN and a wrong size are refused with file, feature and value, in
-files and checkpoints; metadata outside the training range is refused in data and at inference; a
-tokenizer with ids beyond the model's vocabulary is refused.
+refuse invalid files; a negative spread, NaN and a wrong size are refused with file, feature and
+value; metadata outside the training range is refused in data and at inference.
 """
 
 import json
