@@ -140,11 +140,7 @@ class Gemma3TextConfig(ConfigSection):
     hidden_activation: Activation = "gelu_pytorch_tanh"
 
     type_name: ClassVar[str] = "gemma3_text"
-    inert_keys: ClassVar[frozenset[str]] = _INERT | {
-        "rope_parameters",
-        "rope_scaling",
-        "sliding_window",
-    }
+    inert_keys: ClassVar[frozenset[str]] = _INERT | _ROPE | {"sliding_window"}
 
     def __post_init__(self):
         _check_heads(self)
@@ -283,12 +279,7 @@ class GemmaExpertConfig(ConfigSection):
     hidden_activation: Activation = "gelu_pytorch_tanh"
 
     type_name: ClassVar[str] = "gemma"
-    inert_keys: ClassVar[frozenset[str]] = _INERT | {
-        "layer_types",
-        "rope_parameters",
-        "rope_scaling",
-        "rope_theta",
-    }
+    inert_keys: ClassVar[frozenset[str]] = _INERT | _ROPE | {"layer_types", "rope_theta"}
 
     def __post_init__(self):
         _check_heads(self)
