@@ -15,7 +15,7 @@ import fnmatch
 import logging
 import math
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from paddle_vl.checkpoint.reading import (
+    ChangedTensor,
     ReadableTensor,
     check_keys,
     checkpoint_tensors,
@@ -49,6 +50,7 @@ from paddle_vl.families.pi07.config import (
     PI07Config,
     PI07PlannerConfig,
 )
+from paddle_vl.families.pi07.gemma import engine_key, fit_backbone
 from paddle_vl.families.policy.features import CONFIG_FILES, read_config
 from paddle_vl.families.policy.normalize import (
     NORMALIZERS,
@@ -224,22 +226,6 @@ class _Wanted(NamedTuple):
     stored_shape: tuple[int, ...]
 
 
-class ChangedTensor(NamedTuple):
-    """A stored tensor that is changed when it is read, to another shape."""
-
-    stored: ReadableTensor
-    shape: tuple[int, ...]
-    change: Callable[[np.ndarray], np.ndarray]
-
-    @property
-    def dtype(self) -> str:
-        return self.stored.dtype
-
-    def read(self, *, must_be_finite: bool = True) -> np.ndarray:
-        """As `StoredTensor.read`."""
-        return self.change(self.stored.read(must_be_finite=must_be_finite))
-
-
 def group_rows(stored: ReadableTensor, rows: Sequence[int], has_groups: bool) -> ReadableTensor:
     """A tensor with or without a group axis as `[groups, ...]` of the policy, from the stored row
     of each of its groups."""
@@ -272,8 +258,6 @@ class PolicyCheckpoint:
         stored = checkpoint_tensors(folder)
         self.folder, self.is_backbone = folder, Gemma3Config.is_folder(folder)
         if self.is_backbone:
-            from paddle_vl.families.pi07.gemma import engine_key
-
             stored = {engine_key(key): tensor for key, tensor in stored.items()}
         self.statistics: dict[str, ReadableTensor] = {
             key: t for key, t in stored.items() if is_statistic(key)
@@ -357,8 +341,6 @@ class PolicyCheckpoint:
         """
         by_key = statistics_by_key(normalizers)
         if self.is_backbone:
-            from paddle_vl.families.pi07.gemma import fit_backbone
-
             fresh = [*fresh, *fit_backbone(self.model, model.config, self.folder)]
         self._regroup(model.config, by_key)
         whole = model.whole().stored_parameters()

@@ -14,7 +14,7 @@ action tokens and knowledge insulation as in pi0.5-KI (Driess et al., 2025).
 """
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
@@ -48,7 +48,7 @@ from paddle_vl.families.pi07.prefix import (
     presence_of,
 )
 from paddle_vl.nn.attention_masks import BlockMask, KeyMask
-from paddle_vl.nn.linear import Linear, separate
+from paddle_vl.nn.linear import Linear
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement
 from paddle_vl.nn.transfer import device_tensor, host_table
 
@@ -174,18 +174,6 @@ class PolicyModel(AdaptableModel, Materializable, nn.Layer):
         """
         rules = checkpoint_rules(self.config.vlm_config, self.config.per_group_projection)
         return place_parameters(self.named_parameters(), rules, self.placement.parameter_table)
-
-    def hf_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's parameters by checkpoint key; a fused one under the keys of its linears."""
-        return ((item.key, item.parameter) for item in self.stored_parameters())
-
-    def separate(self, weights: Iterable[Tensor]) -> None:
-        """Split some fused weights into one per linear, see `paddle_vl.nn.linear`."""
-        separate(self, weights, self.placement.layers.separate_projections)
-
-    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Unsharded shapes of all parameters of the model, by checkpoint key."""
-        return {item.key: item.stored_shape for item in self.whole().stored_parameters()}
 
     def whole(self: Model) -> Model:
         """The unsharded model, its parameters without storage; this one if it is not sharded."""

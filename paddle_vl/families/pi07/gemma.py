@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from paddle_vl.checkpoint.reading import ReadableTensor
+from paddle_vl.checkpoint.reading import ChangedTensor, ReadableTensor
 from paddle_vl.checkpoint.safetensors_io import encoded, widened
 from paddle_vl.config.families import model_values
-from paddle_vl.families.pi07.checkpoint_map import ChangedTensor
 from paddle_vl.families.pi07.config import (
     PLANNER_TYPE,
     Gemma3Config,

@@ -13,10 +13,16 @@ from typing import Any
 
 from paddle import nn
 
-from paddle_vl.config.families import EncoderShape, ModelShape
+from paddle_vl.config.families import EncoderShape, FamilyEntry, ModelShape
 from paddle_vl.config.patterns import matching_names
 from paddle_vl.data.loader import PrefetchLoader
-from paddle_vl.families.base import BuiltModel, Family
+from paddle_vl.families.base import (
+    BuiltModel,
+    Evaluation,
+    EvaluationOptions,
+    Family,
+    losses_report,
+)
 from paddle_vl.families.flops import FlopCounter
 from paddle_vl.families.pi07.checkpoint_map import is_reached
 from paddle_vl.families.pi07.config import Gemma3Config, PI07Config, PI07PlannerConfig
@@ -424,3 +430,27 @@ def encoder_shape(config: PolicyConfig) -> EncoderShape:
             "vision_config.intermediate_size": vision.intermediate_size,
         }
     )
+
+
+def build_evaluation(family: FamilyEntry, folder: Path, options: EvaluationOptions) -> Evaluation:
+    """Losses, and errors of actions, over all samples; nothing is dropped, noise and times are
+    the same every time."""
+    replace(options, base=None).refuse_answer_options(f"{folder} is a pi07 policy")
+    recipe, policy_class = family.recipe_class(), family.model_class()
+    config = policy_class.config_class.from_pretrained(folder)
+    shapes, files = sample_shapes(config), options.files
+    if folders_among(files):
+        source = RobotDemonstrations(mixture_of(files), shapes, None, config.dataset_names)
+    else:
+        source = DemonstrationsDataset(files, shapes, None, config.dataset_names)
+    recipe.check_fields(source)
+    samples = DrawnDemonstrations(source, NO_DROPS, flow_draws(config), EVALUATION_SEED)
+    policy = policy_class.from_pretrained(folder, config=config, base=options.base)
+    check_trainable(policy)
+    collator = PolicyCollator(policy.inputs)
+    loader = PrefetchLoader(
+        samples, collator, options.batch_size, shuffle=False, drop_last=False, num_epochs=1
+    )
+    adapter = PolicyBatchAdapter(partial(first_batch, samples, collator))
+    loss, measure = PolicyLoss(recipe.losses), action_errors(policy)
+    return Evaluation(policy.model, loss, adapter, loader, losses_report, measure)
