@@ -16,7 +16,6 @@ entry is absent. The file determines the group of data, so a line has no `datase
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,25 +48,6 @@ logger = logging.getLogger(__name__)
 UNNAMED_GROUP = "all"
 
 Files = Sequence[str | os.PathLike]
-
-
-@dataclass(frozen=True)
-class Moment:
-    """One parsed line; images are paths.
-
-    Attributes:
-        state: `[R, S]` float32, R frames that the policy reads, the current one last.
-        actions: `[N, A]` float32, N real steps; None if no actions are needed.
-        frames: R paths per camera that the line has.
-        history_length: steps of the line, read or not.
-    """
-
-    state: np.ndarray
-    actions: np.ndarray | None
-    frames: Mapping[str, list[str]]
-    goals: Mapping[str, str]
-    words: Mapping[str, Any]
-    history_length: int
 
 
 class DemonstrationsDataset(LineIndex, DemonstrationSource):
@@ -141,16 +121,16 @@ class DemonstrationsDataset(LineIndex, DemonstrationSource):
     def demonstration(
         self, number: int, *, with_history: bool = True, with_subgoals: bool = True
     ) -> Demonstration:
-        moment, group = self._moment(number)
+        given, group = self._moment(number)
+        given["dataset_index"] = group
         with sample_at(self.place(number)):
-            given = dict(moment.words) | {"state": moment.state, "dataset_index": group}
-            if moment.actions is not None:
-                given["actions"] = moment.actions
-            for camera, paths in moment.frames.items():
-                paths = paths if with_history else paths[-1:]
+            for camera in given.keys() & {*self.shapes.cameras}:
+                paths = given[camera] if with_history else given[camera][-1:]
                 given[camera] = np.stack([self._image(camera, path) for path in paths])
-            if self.fields["subgoal"] and with_subgoals:
-                given |= {goal: self._image(goal, path) for goal, path in moment.goals.items()}
+            for goal in _goals(given, self.shapes):
+                path = given.pop(goal)
+                if self.fields["subgoal"] and with_subgoals:
+                    given[goal] = self._image(goal, path)
             return finished_sample(given, self.shapes, self.fields)
 
     def check_history(self) -> None:
@@ -159,9 +139,9 @@ class DemonstrationsDataset(LineIndex, DemonstrationSource):
 
     def motion(self, number: int) -> tuple[np.ndarray, np.ndarray | None, int]:
         moment, group = self._moment(number)
-        return moment.state, moment.actions, group
+        return moment["state"], moment.get("actions"), group
 
-    def _moment(self, number: int) -> tuple[Moment, int]:
+    def _moment(self, number: int) -> tuple[dict[str, Any], int]:
         line, file_number = self.line(number)
         with sample_at(self.place(number)):
             moment = parse_moment(line, self._folders[file_number], self.shapes)
@@ -170,11 +150,12 @@ class DemonstrationsDataset(LineIndex, DemonstrationSource):
     def _check_line(self, line: bytes, file_number: int) -> list[int]:
         """Check a line without decoding images; returns the sizes of its files."""
         moment = parse_moment(line, self._folders[file_number], self.shapes)
-        paths = [path for of_camera in moment.frames.values() for path in of_camera]
-        paths += list(moment.goals.values()) if self.fields["subgoal"] else []
+        goals = _goals(moment, self.shapes)
+        paths = [path for camera in self.shapes.cameras for path in moment.get(camera, ())]
+        paths += [moment[goal] for goal in goals if self.fields["subgoal"]]
         sizes = [file_size(path, "image") for path in paths]
-        self._found |= {*moment.words, *(["subgoal"] if moment.goals else [])}
-        longest = max(self.history_lengths[file_number], moment.history_length)
+        self._found |= {*moment, *(["subgoal"] if goals else [])}
+        longest = max(self.history_lengths[file_number], moment["history_length"])
         self.history_lengths[file_number] = longest
         return sizes
 
@@ -219,30 +200,31 @@ def check_history(
     )
 
 
-def parse_moment(line: bytes, folder: MediaFolder, shapes: DemonstrationShapes) -> Moment:
-    """Parse one line of a JSONL file in a folder, which relative paths start from."""
+def parse_moment(line: bytes, folder: MediaFolder, shapes: DemonstrationShapes) -> dict[str, Any]:
+    """The entries of a line that the policy reads, as `finished_sample` takes them, but its images
+    are paths, relative ones in the folder; and its steps, read or not, as `history_length`."""
     # Non-finite numbers are refused below, with the name of their entry.
     record = parse_object(line, "'state', images, 'actions' and 'prompt'", finite=False)
     record = {name: value for name, value in record.items() if value is not None}
     _check_names(record, shapes)
     states = number_rows(record, "state", shapes.state_dim)
     observed = shapes.observed(len(states))
-    frames = {
-        name: _paths(record, name, folder, len(states))[observed]
-        for name in shapes.cameras
-        if name in record
-    }
-    actions_NA = None
+    given: dict[str, Any] = {"state": states[observed], "history_length": len(states)}
+    for name in shapes.cameras:
+        if name in record:
+            given[name] = _paths(record, name, folder, len(states))[observed]
     if shapes.chunk_size is not None:
         assert shapes.action_dim is not None, "both are given, or neither"
-        actions_NA = number_rows(record, "actions", shapes.action_dim)[: shapes.chunk_size]
-    goals = {
-        goal: _paths(record, goal, folder, 1)[0] for goal in shapes.goals.values() if goal in record
-    }
+        given["actions"] = number_rows(record, "actions", shapes.action_dim)[: shapes.chunk_size]
+    given |= {goal: _paths(record, goal, folder, 1)[0] for goal in _goals(record, shapes)}
     texts = ("prompt", *OPTIONAL_TEXTS)
-    words: dict[str, Any] = {name: text_entry(record, name) for name in texts if name in record}
-    words |= {name: number_entry(record, name) for name in NUMBER_TYPES if name in record}
-    return Moment(states[observed], actions_NA, frames, goals, words, len(states))
+    given |= {name: text_entry(record, name) for name in texts if name in record}
+    return given | {name: number_entry(record, name) for name in NUMBER_TYPES if name in record}
+
+
+def _goals(given: Mapping[str, Any], shapes: DemonstrationShapes) -> list[str]:
+    """The goal images among entries."""
+    return [goal for camera, goal in shapes.goals.items() if goal in given and goal != camera]
 
 
 def _check_names(record: Mapping[str, Any], shapes: DemonstrationShapes) -> None:

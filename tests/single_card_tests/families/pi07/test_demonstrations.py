@@ -207,6 +207,9 @@ def test_settings_that_cannot_be_are_refused(tmp_path):
     wrist = DemonstrationShapes(("wrist",), (8, 8), 2)
     with pytest.raises(ValueError, match=r"\['wrist'\] can have no goal images"):
         DemonstrationsDataset([path], wrist, ["subgoal"])
+    images = line(tmp_path)["camera0"]
+    path = write_lines(tmp_path / "w.jsonl", line(tmp_path, wrist=images))
+    assert not any(DemonstrationsDataset([path], wrist, None).fields.values())
 
 
 def test_a_pickled_dataset_is_the_same(tmp_path):

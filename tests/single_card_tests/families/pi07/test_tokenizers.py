@@ -235,7 +235,7 @@ METADATA = [
 def test_metadata_of_a_line_beyond_its_range_is_refused(tmp_path, name, value, named):
     shapes = DemonstrationShapes(("camera0",), (8, 8), 2)
     line = {"state": [[0.0, 1.0]], "camera0": "a.png", "prompt": "go", name: 3}
-    assert parse_moment(json.dumps(line).encode(), MediaFolder(tmp_path), shapes).words[name] == 3
+    assert parse_moment(json.dumps(line).encode(), MediaFolder(tmp_path), shapes)[name] == 3
     with pytest.raises(BadSampleError, match=rf"'{name}' is .*{named}"):
         parse_moment(json.dumps(line | {name: value}).encode(), MediaFolder(tmp_path), shapes)
 
