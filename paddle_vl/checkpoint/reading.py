@@ -51,6 +51,22 @@ class DivisibleTensor(ReadableTensor, Protocol):
     def narrowed(self, first: int, last: int) -> "DivisibleTensor": ...
 
 
+class ChangedTensor(NamedTuple):
+    """A stored tensor that is changed when it is read, to another shape."""
+
+    stored: ReadableTensor
+    shape: tuple[int, ...]
+    change: Callable[[np.ndarray], np.ndarray]
+
+    @property
+    def dtype(self) -> str:
+        return self.stored.dtype
+
+    def read(self, *, must_be_finite: bool = True) -> np.ndarray:
+        """As `StoredTensor.read`."""
+        return self.change(self.stored.read(must_be_finite=must_be_finite))
+
+
 class MaterializeStep(NamedTuple):
     """A function that gives one parameter its value.
 

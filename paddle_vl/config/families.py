@@ -260,7 +260,7 @@ VLM_CAPABILITIES = {
 }
 _PI07, _PI07_EXPORT = "paddle_vl.families.pi07", "paddle_vl.export.pi07"
 _OF_BOTH_POLICIES = {
-    "evaluate": f"{_PI07}.evaluation:build_evaluation",
+    "evaluate": f"{_PI07}.recipe:build_evaluation",
     "export": f"{_PI07_EXPORT}.programs:to_export",
     "merge": f"{_PI07}.policy:merge_adapter",
     "synthetic_data": f"{_PI07}.workload:with_synthetic_data",

@@ -23,21 +23,28 @@ import numpy as np
 class Operations:
     """Operations of a graph per unit (token, pair of tokens, ...), added from inputs to losses.
 
-    Each method takes whether a gradient flows into its input (`carries`) and returns whether one
-    flows into its output.
+    Methods take whether a gradient flows into their input (`carries`) and return whether one flows
+    into their output.
 
     Args:
         trained: names of the trained parameters; None for all.
         ranks: LoRA ranks by adapted module.
 
     Attributes:
-        forward, backward: operations by unit.
+        forward, backward: operations by unit, of all views together.
     """
 
     def __init__(self, trained: Collection[str] | None = None, ranks: Mapping[str, int] = {}):
         self._trained, self._ranks = trained, dict(ranks)
+        self._unit, self._inside = "", ""
         self.forward: Counter[str] = Counter()
         self.backward: Counter[str] = Counter()
+
+    def at(self, unit: str, module: str = "") -> "Operations":
+        """A view that counts per this unit, and names what is inside this module."""
+        other = copy(self)
+        other._unit, other._inside = unit, f"{module}." if module else ""
+        return other
 
     def without_backward(self) -> "Operations":
         """A view that counts forward operations only, for products that no loss uses."""
@@ -47,36 +54,43 @@ class Operations:
 
     def trains(self, *names: str) -> bool:
         """Whether any of these parameters is trained."""
-        return any(self._trained is None or name in self._trained for name in names)
+        return self._trained is None or any(f"{self._inside}{n}" in self._trained for n in names)
 
-    def norm(self, module: str, carries: bool) -> bool:
+    def norm(self, name: str, carries: bool) -> bool:
         """A norm: counts nothing, but a gradient begins here if its parameters are trained."""
-        return carries or self.trains(f"{module}.weight", f"{module}.bias")
+        return carries or self.trains(f"{name}.weight", f"{name}.bias")
 
-    def matrix(self, unit: str, weight: str, size: int, carries: bool) -> bool:
+    def matrix(self, weight: str, size: int, carries: bool) -> bool:
         """A product with a weight of `size` entries, each used once per unit."""
         trains = self.trains(weight)
-        self.forward[unit] += 2 * size
-        self.backward[unit] += 2 * size * (carries + trains)
+        self.forward[self._unit] += 2 * size
+        self.backward[self._unit] += 2 * size * (carries + trains)
         return carries or trains
 
-    def linear(self, unit: str, module: str, inputs: int, outputs: int, carries: bool) -> bool:
+    def linear(self, name: str, inputs: int, outputs: int, carries: bool) -> bool:
         """A linear, with its low-rank adapter if it has one."""
-        out = self.matrix(unit, f"{module}.weight", inputs * outputs, carries)
-        if rank := self._ranks.get(module):
-            inner = self.matrix(unit, f"{module}.lora_A.weight", inputs * rank, carries)
-            out |= self.matrix(unit, f"{module}.lora_B.weight", rank * outputs, inner)
-        return out or self.trains(f"{module}.bias", f"{module}.lora_magnitude_vector")
+        out = self.matrix(f"{name}.weight", inputs * outputs, carries)
+        if rank := self._ranks.get(f"{self._inside}{name}"):
+            inner = self.matrix(f"{name}.lora_A.weight", inputs * rank, carries)
+            out |= self.matrix(f"{name}.lora_B.weight", rank * outputs, inner)
+        return out or self.trains(f"{name}.bias", f"{name}.lora_magnitude_vector")
 
-    def attention(self, unit: str, width: int, query: bool, key: bool, value: bool) -> bool:
+    def mlp(self, name: str, width: int, inner: int, carries: bool) -> bool:
+        """`down_proj(act(gate_proj(x)) * up_proj(x))`."""
+        gate = self.linear(f"{name}.gate_proj", width, inner, carries)
+        up = self.linear(f"{name}.up_proj", width, inner, carries)
+        return self.linear(f"{name}.down_proj", inner, width, gate or up)
+
+    def attention(self, pairs: str, width: int, query: bool, key: bool, value: bool) -> bool:
         """Attention scores and weighted values per pair of tokens that attend to each other.
 
         Args:
+            pairs: the unit.
             width: of all heads together.
             query, key, value: whether a gradient flows into these.
         """
-        self.forward[unit] += 4 * width
-        self.backward[unit] += 2 * width * ((query or key) + query + key + value)
+        self.forward[pairs] += 4 * width
+        self.backward[pairs] += 2 * width * ((query or key) + query + key + value)
         return query or key or value
 
 
@@ -85,8 +99,8 @@ class FlopCounter(ABC):
 
     def __call__(self, batch: Mapping[str, Any]) -> int:
         """Operations of the forward and backward pass of a collator's batch."""
-        units, operations = self.units(batch), self.operations(batch)
-        return _total(operations.forward, units) + _total(operations.backward, units)
+        units, found = self.units(batch), self.operations(batch)
+        return _total(found.forward, units) + _total(found.backward, units)
 
     def forward(self, batch: Mapping[str, Any]) -> int:
         """Operations of the forward pass alone."""
@@ -101,11 +115,11 @@ class FlopCounter(ABC):
         """Operations per unit."""
 
 
+def _total(operations: Mapping[str, int], units: Mapping[str, int]) -> int:
+    return sum(cost * units[unit] for unit, cost in operations.items())
+
+
 def causal_pairs(lengths: np.ndarray) -> int:
     """Pairs (query, key) of causal attention in sequences of these lengths."""
     lengths = np.asarray(lengths, dtype=np.int64)
     return int((lengths * (lengths + 1) // 2).sum())
-
-
-def _total(operations: Mapping[str, int], units: Mapping[str, int]) -> int:
-    return sum(cost * units[unit] for unit, cost in operations.items())

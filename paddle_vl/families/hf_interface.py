@@ -270,6 +270,21 @@ class AdaptableModel(ABC):
 
         return {item.key for item in placed(self.whole()) if self.adapter.owns(item.key)}
 
+    def hf_named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """This rank's parameters by their keys in files; a fused one under those of its linears."""
+        return ((item.key, item.parameter) for item in self.stored_parameters())
+
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Full shapes of all parameters of the model, on all ranks, by their keys in files."""
+        return {item.key: item.stored_shape for item in self.whole().stored_parameters()}
+
+    def separate(self, weights: Iterable[Any]) -> None:
+        """Give the linears of some fused weights a weight each, see `paddle_vl.nn.linear`."""
+        from paddle_vl.nn.linear import separate
+
+        model: Any = self
+        separate(model, weights, model.placement.layers.separate_projections)
+
     def base_parameters(self) -> "list[StoredParameter]":
         """This rank's parameters without the factors of adapters."""
         from paddle_vl.checkpoint.adapter_files import is_low_rank

@@ -10,9 +10,10 @@ import pytest
 import yaml
 
 from paddle_vl.checkpoint.safetensors_io import read_header
-from tests.single_card_tests.families.pi07.test_pi07_start import HUB, character_tokenizer
+from tests.single_card_tests.families.pi07.test_pi07_start import HUB
 from tests.single_card_tests.train.tiny_policy_run import MODEL, write_tiny_policy_run
 from tests.support.launch import launch
+from tests.support.pi07_golden import character_tokenizer
 from tests.support.topology_runs import train
 
 TOPOLOGIES = {

@@ -11,7 +11,7 @@ import make_demonstrations
 from learn_digit_preferences import write_pairs
 from make_digits_corpus import make_digits_corpus
 from paddle_vl.cli.main import main
-from tests.single_card_tests.families.pi07.test_pi07_start import character_tokenizer
+from tests.support.pi07_golden import character_tokenizer
 
 DATA, CORPUS, ARM = "runs/digits/data", "runs/digits_corpus", "data/demonstrations"
 VIDEOS = Path(__file__).parents[1] / "data" / "lerobot" / "v21_video" / "videos"

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import paddle
 from safetensors.numpy import load_file
+from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
 from paddle_vl.checkpoint.reading import fill_parameters
 from paddle_vl.checkpoint.safetensors_io import read_header
@@ -15,6 +16,7 @@ from paddle_vl.families.pi07.checkpoint_map import engine_keys
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
 from paddle_vl.families.pi07.planner import PI07HighLevelPlannerModel
+from paddle_vl.families.policy.tokenizers import PromptTokenizer
 from paddle_vl.nn.placement import Placement
 from parity import pi07_policy
 from parity.pi07_policy import FirstValueActionTokenizer, statistics_of
@@ -203,6 +205,16 @@ def _drawn_texts(
 def group_statistics() -> list[dict[str, dict[str, np.ndarray]]]:
     """The normalization statistics of the two dataset groups of cases 16 and 18."""
     return statistics_of(case("16_normalize")[1])
+
+
+def character_tokenizer() -> PromptTokenizer:
+    """A real tokenizer: Gemma's special tokens, and one id per printable character."""
+    special = ["<pad>", "<eos>", "<bos>"]
+    names = [*special, "<unk>", "\n", *map(chr, range(32, 127))]
+    made = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, "<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    made.add_special_tokens([AddedToken(name, special=True) for name in special])
+    return PromptTokenizer(made, bos_id=2)
 
 
 class CharacterTokenizer(pi07_policy.CharacterTokenizer):

@@ -28,7 +28,7 @@ from paddle_vl.config.section import flatten
 from paddle_vl.families.pi07.checkpoint_map import UNUSED_KEYS
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.decoder import prefix_positions
-from paddle_vl.families.pi07.gemma import ResampledPositions, with_backbone
+from paddle_vl.families.pi07.gemma import resampled_positions, with_backbone
 from paddle_vl.nn.attention_masks import BlockMask
 from parity.comparison import CaseReport
 from parity.golden import Case, Folders
@@ -118,7 +118,7 @@ def _run_start(case: Case, compare: CaseReport) -> None:
         side = policy.config.vlm_config.gemma3_config.vision_config.grid_side
         stored = numbers["position_embedding_hub"]
         given: Any = SimpleNamespace(shape=stored.shape, dtype="F32", read=lambda **_: stored)
-        table = ResampledPositions(given, side).read()
+        table = resampled_positions(given, side).read()
         compare.near("positions", "position_embedding_resampled_f32", table, RTOL, ATOL)
     if "image" in numbers:
         _compare_images(policy, numbers, compare)

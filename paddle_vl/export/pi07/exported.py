@@ -28,8 +28,7 @@ from paddle_vl.families.policy.model_inputs import EOS, PlannerInputs, PolicyInp
 from paddle_vl.families.policy.normalize import (
     STATISTICS_FILE,
     load_statistics,
-    planner_normalizers,
-    policy_normalizers,
+    new_normalizers,
 )
 from paddle_vl.families.policy.tokenizers import PromptTokenizer
 from paddle_vl.files.stored_settings import checked
@@ -63,7 +62,7 @@ class ExportedPI07Policy(ActingPolicy):
         self.config = PI07Config.from_pretrained(folder.path)
         self.tokenizer = PromptTokenizer.from_pretrained(folder.path)
         num_groups = folder.sizes(PolicySizes).num_groups
-        self.normalizers = policy_normalizers(self.config, num_groups)
+        self.normalizers = new_normalizers(self.config, num_groups)
         load_statistics(self.normalizers, folder.path / STATISTICS_FILE)
         self.num_steps = self.config.num_steps
         self._prefix, self._actions = folder.program("prefix"), folder.program("actions")
@@ -136,7 +135,7 @@ class ExportedPI07Planner:
         sizes = folder.sizes(PlannerSizes)
         self.config = PI07PlannerConfig.from_pretrained(folder.path)
         self.tokenizer = PromptTokenizer.from_pretrained(folder.path)
-        self.normalizers = planner_normalizers(self.config, sizes.num_groups)
+        self.normalizers = new_normalizers(self.config, sizes.num_groups)
         load_statistics(self.normalizers, folder.path / STATISTICS_FILE)
         self._images, self._prefill, self._decode = (
             folder.program(name) for name in ("images", "prefill", "decode")

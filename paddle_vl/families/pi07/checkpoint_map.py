@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from paddle_vl.checkpoint.reading import (
+    ChangedTensor,
     ReadableTensor,
     check_keys,
     checkpoint_tensors,
@@ -49,6 +50,7 @@ from paddle_vl.families.pi07.config import (
     PI07Config,
     PI07PlannerConfig,
 )
+from paddle_vl.families.pi07.gemma import engine_key, fit_backbone
 from paddle_vl.families.policy.features import CONFIG_FILES, read_config
 from paddle_vl.families.policy.normalize import (
     NORMALIZERS,
@@ -92,42 +94,33 @@ def checkpoint_rules(config: Gemma3WithExpertConfig, is_grouped: bool = False) -
         is_grouped: whether projections of states and actions have a group axis.
     """
     size = config.gemma3_config.vision_config.patch_size
-    engine = "gemma3_with_expert"
+    engine, video = "gemma3_with_expert", "prefix.video_encoder"
     backbone, expert = f"{engine}.gemma3.model", f"{engine}.gemma_expert.model"
-    tower, ours = f"{backbone}.vision_tower.vision_model", "prefix.video_encoder.tower"
+    tower, actions = f"{backbone}.vision_tower.vision_model", f"{engine}.discrete_action_embedding"
+    tables, tokens = f"{tower}.embeddings", f"{backbone}.language_model.embed_tokens"
     projection = GroupWeights() if is_grouped else LinearWeights()
-    rules = (
-        Rule(
-            f"{ours}.patch_embedding.weight",
-            f"{tower}.embeddings.patch_embedding.weight",
-            PatchKernel((3, size, size)),
-        ),
-        Rule(f"{ours}.patch_embedding.bias", f"{tower}.embeddings.patch_embedding.bias", Same()),
-        Rule(
-            f"{ours}.position_embedding.weight",
-            f"{tower}.embeddings.position_embedding.weight",
-            Same(),
-        ),
-        Rule(f"{ours}.layers.*", f"{tower}.encoder.layers.*", LinearWeights()),
-        Rule(f"{ours}.post_layernorm.*", f"{tower}.post_layernorm.*", Same()),
-        Rule("prefix.video_encoder.projector.*", f"{backbone}.multi_modal_projector.*", Same()),
-        Rule("prefix.embed_tokens.table.*", f"{backbone}.language_model.embed_tokens.*", Same()),
-        Rule(
-            "prefix.discrete_action_embedding.table.*",
-            f"{engine}.discrete_action_embedding.*",
-            Same(),
-        ),
-        Rule("prefix.state_proj.linear.*", "state_proj.*", projection),
-        Rule("suffix.action_in_proj.linear.*", "action_in_proj.*", projection),
-        Rule("action_out_proj.linear.*", "action_out_proj.*", projection),
-        Rule("suffix.time_mlp_*", "time_mlp_*", LinearWeights()),
-        Rule("decoder.layers.*", f"{engine}.interleaved_layers.*", LinearWeights()),
-        Rule("decoder.norm.*", f"{backbone}.language_model.norm.*", Same()),
-        Rule("decoder.expert_norm.*", f"{expert}.norm.*", LinearWeights()),
-        Rule("da_head.*", f"{engine}.da_head.*", LinearWeights()),
+    kernel, linear, same = PatchKernel((3, size, size)), LinearWeights(), Same()
+    rows = (
+        (f"{video}.tower.patch_embedding.weight", f"{tables}.patch_embedding.weight", kernel),
+        (f"{video}.tower.patch_embedding.bias", f"{tables}.patch_embedding.bias", same),
+        (f"{video}.tower.position_embedding.*", f"{tables}.position_embedding.*", same),
+        (f"{video}.tower.layers.*", f"{tower}.encoder.layers.*", linear),
+        (f"{video}.tower.post_layernorm.*", f"{tower}.post_layernorm.*", same),
+        (f"{video}.projector.*", f"{backbone}.multi_modal_projector.*", same),
+        ("prefix.embed_tokens.table.*", f"{tokens}.*", same),
+        ("prefix.discrete_action_embedding.table.*", f"{actions}.*", same),
+        ("prefix.state_proj.linear.*", "state_proj.*", projection),
+        ("suffix.action_in_proj.linear.*", "action_in_proj.*", projection),
+        ("action_out_proj.linear.*", "action_out_proj.*", projection),
+        ("suffix.time_mlp_*", "time_mlp_*", linear),
+        ("decoder.layers.*", f"{engine}.interleaved_layers.*", linear),
+        ("decoder.norm.*", f"{backbone}.language_model.norm.*", same),
+        ("decoder.expert_norm.*", f"{expert}.norm.*", linear),
+        ("da_head.*", f"{engine}.da_head.*", linear),
         # The planner's head on a pipeline stage without the tied token embedding.
-        Rule("lm_head.*", f"{backbone}.language_model.embed_tokens.*", Same()),
+        ("lm_head.*", f"{tokens}.*", same),
     )
+    rules = tuple(Rule(*row) for row in rows)
     return (*low_rank_rules(rules), *rules)
 
 
@@ -233,31 +226,14 @@ class _Wanted(NamedTuple):
     stored_shape: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class GroupRows:
-    """A stored tensor, with or without a group axis, read as `[groups, ...]` of the policy.
+def group_rows(stored: ReadableTensor, rows: Sequence[int], has_groups: bool) -> ReadableTensor:
+    """A tensor with or without a group axis as `[groups, ...]` of the policy, from the stored row
+    of each of its groups."""
 
-    Attributes:
-        rows: stored row of each of the policy's groups.
-    """
+    def chosen(array: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray((array if has_groups else array[None])[list(rows)])
 
-    stored: ReadableTensor
-    rows: tuple[int, ...]
-    has_groups: bool
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (len(self.rows), *(self.stored.shape[1:] if self.has_groups else self.stored.shape))
-
-    @property
-    def dtype(self) -> str:
-        return self.stored.dtype
-
-    def read(self, *, must_be_finite: bool = True) -> np.ndarray:
-        """As `StoredTensor.read`."""
-        array = self.stored.read(must_be_finite=must_be_finite)
-        array = array if self.has_groups else array[None]
-        return np.ascontiguousarray(array[list(self.rows)])
+    return ChangedTensor(stored, (len(rows), *stored.shape[1 if has_groups else 0 :]), chosen)
 
 
 def is_statistic(key: str) -> bool:
@@ -282,8 +258,6 @@ class PolicyCheckpoint:
         stored = checkpoint_tensors(folder)
         self.folder, self.is_backbone = folder, Gemma3Config.is_folder(folder)
         if self.is_backbone:
-            from paddle_vl.families.pi07.gemma import engine_key
-
             stored = {engine_key(key): tensor for key, tensor in stored.items()}
         self.statistics: dict[str, ReadableTensor] = {
             key: t for key, t in stored.items() if is_statistic(key)
@@ -334,17 +308,17 @@ class PolicyCheckpoint:
                 continue
             has_groups = len(tensor.shape) > (2 if key.endswith(".weight") else 1)
             if not has_groups or tensor.shape[0] == 1:
-                self.model[key] = GroupRows(tensor, (0,) * config.num_groups, has_groups)
+                self.model[key] = group_rows(tensor, (0,) * config.num_groups, has_groups)
             elif not keeps_order:
                 rows = _rows(key, stored, names, may_be_new=True)
-                self.model[key] = GroupRows(tensor, rows, has_groups=True)
+                self.model[key] = group_rows(tensor, rows, has_groups=True)
         for key, tensor in self.statistics.items() if wanted else ():
             if key in wanted and wanted[key].shape == (1, *tensor.shape):
                 # Older checkpoints have no group axis.
-                self.statistics[key] = GroupRows(tensor, (0,), has_groups=False)
+                self.statistics[key] = group_rows(tensor, (0,), has_groups=False)
             elif not keeps_order and (tensor.shape[:1] != (1,) or len(names or ()) > 1):
                 rows = _rows(key, stored, names, may_be_new=False)
-                self.statistics[key] = GroupRows(tensor, rows, has_groups=True)
+                self.statistics[key] = group_rows(tensor, rows, has_groups=True)
 
     def fill(
         self,
@@ -367,8 +341,6 @@ class PolicyCheckpoint:
         """
         by_key = statistics_by_key(normalizers)
         if self.is_backbone:
-            from paddle_vl.families.pi07.gemma import fit_backbone
-
             fresh = [*fresh, *fit_backbone(self.model, model.config, self.folder)]
         self._regroup(model.config, by_key)
         whole = model.whole().stored_parameters()

@@ -59,9 +59,17 @@ _RopeBase = Annotated[Number, Field(gt=1)]
 LayerType = Literal["sliding_attention", "full_attention"]
 
 
-def _inert(names: str) -> frozenset[str]:
-    """Keys of HF's configuration classes that do not affect the engine's numbers."""
-    return INERT_KEYS | set(names.split())
+# Keys of HF's configuration classes that affect no number in any section.
+_INERT = INERT_KEYS | frozenset(
+    """
+    _sliding_window_pattern attention_dropout attn_logit_softcapping boi_token_index
+    cache_implementation disable_internal_bf16_cast eoi_token_index final_logit_softcapping
+    head_dtype ignore_index image_token_id image_token_index initializer_range
+    max_position_embeddings num_image_tokens projection_dim projector_hidden_act
+    tie_word_embeddings use_bidirectional_attention vision_use_head
+    """.split()
+)
+_ROPE = {"rope_parameters", "rope_scaling"}
 
 
 @checked
@@ -78,7 +86,7 @@ class ConfigSection:
 
     type_key: ClassVar[str] = "model_type"
     type_name: ClassVar[str]
-    inert_keys: ClassVar[frozenset[str]]
+    inert_keys: ClassVar[frozenset[str]] = _INERT
 
     @classmethod
     def of_file(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -132,11 +140,7 @@ class Gemma3TextConfig(ConfigSection):
     hidden_activation: Activation = "gelu_pytorch_tanh"
 
     type_name: ClassVar[str] = "gemma3_text"
-    inert_keys: ClassVar[frozenset[str]] = _inert(
-        """attention_dropout attn_logit_softcapping cache_implementation final_logit_softcapping
-        initializer_range max_position_embeddings rope_parameters rope_scaling sliding_window
-        _sliding_window_pattern tie_word_embeddings use_bidirectional_attention"""
-    )
+    inert_keys: ClassVar[frozenset[str]] = _INERT | _ROPE | {"sliding_window"}
 
     def __post_init__(self):
         _check_heads(self)
@@ -207,10 +211,6 @@ class SiglipVisionConfig(ConfigSection):
     hidden_act: Activation = "gelu_pytorch_tanh"
 
     type_name: ClassVar[str] = "siglip_vision_model"
-    inert_keys: ClassVar[frozenset[str]] = _inert(
-        """attention_dropout initializer_range num_image_tokens projection_dim projector_hidden_act
-        tie_word_embeddings vision_use_head"""
-    )
 
     def __post_init__(self):
         for name, divisor in (("image_size", "patch_size"), ("hidden_size", "num_attention_heads")):
@@ -243,10 +243,6 @@ class Gemma3Config(ConfigSection):
     mm_tokens_per_image: Annotated[int, Field(ge=1, le=1 << 20)] = 256
 
     type_name: ClassVar[str] = "gemma3"
-    inert_keys: ClassVar[frozenset[str]] = _inert(
-        """attention_dropout boi_token_index eoi_token_index head_dtype ignore_index image_token_id
-        image_token_index initializer_range tie_word_embeddings"""
-    )
 
     @classmethod
     def is_folder(cls, folder: Path) -> bool:
@@ -283,10 +279,7 @@ class GemmaExpertConfig(ConfigSection):
     hidden_activation: Activation = "gelu_pytorch_tanh"
 
     type_name: ClassVar[str] = "gemma"
-    inert_keys: ClassVar[frozenset[str]] = _inert(
-        """attention_dropout initializer_range layer_types rope_parameters max_position_embeddings
-        rope_scaling rope_theta tie_word_embeddings use_bidirectional_attention"""
-    )
+    inert_keys: ClassVar[frozenset[str]] = _INERT | _ROPE | {"layer_types", "rope_theta"}
 
     def __post_init__(self):
         _check_heads(self)
@@ -322,9 +315,7 @@ class Gemma3WithExpertConfig(ConfigSection):
     positions in the others; OpenTau has neither. Written only if it is on"""
 
     type_name: ClassVar[str] = "Gemma3WithExpertModel"
-    inert_keys: ClassVar[frozenset[str]] = _inert(
-        "disable_internal_bf16_cast load_pretrained_gemma3 sub_configs tie_word_embeddings"
-    )
+    inert_keys: ClassVar[frozenset[str]] = _INERT | {"load_pretrained_gemma3", "sub_configs"}
 
     def __post_init__(self):
         text, expert = self.gemma3_config.text_config, self.gemma_expert_config

@@ -75,13 +75,9 @@ def suffix_positions(prefix_pad_BL: Tensor, num_tokens: int) -> Tensor:
 
 
 class SharedConditions:
-    """Conditions of which many rows share one; a norm projects each of them once.
+    """The n distinct conditions of norms, and the one of each token row, int64.
 
     Not a tuple, which Paddle's recompute searches for tensors.
-
-    Args:
-        values_nE: the distinct conditions.
-        index_T: int64 condition of each token row.
     """
 
     def __init__(self, values_nE: Tensor, index_T: Tensor):
@@ -107,11 +103,7 @@ class AdaptiveRMSNorm(nn.Layer):
         self.dense = Linear(cond_size, 3 * size, True)
 
     def forward(self, x_TD: Tensor, condition: Tensor | SharedConditions) -> tuple[Tensor, Tensor]:
-        """Normalized rows and gates, both `[T, D]` in the dtype of the rows.
-
-        Args:
-            condition: `[T, E]`, one per row, or shared ones.
-        """
+        """Normalized rows and gates, both `[T, D]` in the dtype of the rows."""
         is_shared = isinstance(condition, SharedConditions)
         terms = self.dense(condition.values_nE if is_shared else condition)
         scale, shift, gate = paddle.chunk(terms, 3, axis=-1)
@@ -132,13 +124,9 @@ def _rotary_powers(head_dim: int, base: float, factor: float) -> np.ndarray:
 def rotary_tables(
     position_ids_BL: Tensor, head_dim: int, base: float, factor: float = 1.0
 ) -> RotaryTables:
-    """Tables `[B, L, H]` of the layers with one base: `angle_j = position / base^(2j / H)`.
+    """Tables `[B, L, H]` of int64 positions: `angle_j = position / factor / base^(2j / H)`.
 
     The expert's `rope_theta` is ignored. Source: `apply_rope` of OpenTau's pi07 engine.
-
-    Args:
-        position_ids_BL: int64.
-        factor: divides the positions.
     """
     # Division by float32 powers, as in OpenTau: a product with inverses rounds differently.
     powers_F = _rotary_powers(head_dim, base, factor)
@@ -226,7 +214,6 @@ class SuffixView:
     """How a suffix reads the prefix. Not a tuple, which Paddle's recompute searches for tensors.
 
     Args:
-        own: positions and mask of the suffix.
         num_keys: number of leading prefix keys that it sees; None for all.
         insulated: stop gradients from it into the prefix (`knowledge_insulation`).
     """
@@ -317,12 +304,7 @@ class ExpertLayer(nn.Layer):
     def forward(
         self, x_TD: Tensor, cond_TE: Tensor | SharedConditions, view: StreamView, prefix: KeyValue
     ) -> Tensor:
-        """Rows `[T, D]`, which see the prefix and each other.
-
-        Args:
-            cond_TE: condition of the norms, see `AdaptiveRMSNorm`.
-            prefix: the keys and values that the suffix sees.
-        """
+        """Rows `[T, D]`, which see the prefix's keys and values and each other."""
         rows_TD, gate_TD = self.input_layernorm(x_TD, cond_TE)
         attended_TD, *_ = self.self_attn(rows_TD, view, self.rope, view, *prefix)
         x_TD = x_TD + self.dropout(attended_TD) * gate_TD
@@ -340,10 +322,6 @@ class Attention(nn.Layer):
         placement: Placement,
         is_fused: bool = True,
     ):
-        """
-        Args:
-            is_fused: queries, keys and values come from one weight.
-        """
         super().__init__()
         self.placement, self.head_dim = placement, config.head_dim
         heads, key_heads = config.num_attention_heads, config.num_key_value_heads
@@ -367,12 +345,7 @@ class Attention(nn.Layer):
         output: StreamView,
         *past: Any,
     ) -> tuple[Any, ...]:
-        """Rows of the output, and keys and values or their cache.
-
-        Args:
-            output: the view of the rows whose output is needed.
-            past: keys and values before those of the rows, or their cache, or nothing.
-        """
+        """Rows of the view `output`, and keys and values or their cache; see `Past`."""
         rows_TC = self.qkv_proj(x_TD, view.num_rows)
         q_BLNH = self._of_heads(rows_TC[0], view)
         k_BLKH = self._of_heads(rows_TC[1], view)
@@ -435,15 +408,8 @@ class InterleavedDecoderLayer(nn.Layer):
         past: Any = None,
         keep: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Run the given streams.
-
-        Args:
-            past: see `Past`, of an earlier prefix; a suffix alone needs keys and values.
-            keep: also return the keys and values of the prefix.
-
-        Returns:
-            The given streams, in order; then keys and values with `keep`.
-        """
+        """The given streams, in order; then keys and values of the prefix with `keep`. A suffix
+        alone needs those of its prefix as `past`."""
         rows: list[Tensor] = []
         if prefix_TD is not None:
             out_TD, past = self.backbone_layer(prefix_TD, prefix_view, past)
@@ -469,13 +435,8 @@ class DecoderOutput(NamedTuple):
 
 
 class Streams(NamedTuple):
-    """This rank's token rows of both streams; None for a stream that is not given.
-
-    Attributes:
-        prefix: `[T, D]`.
-        suffix: `[T', E]`.
-        cond: condition of the suffix's norms, `[T', E]`, or shared ones of all T' rows.
-    """
+    """This rank's token rows of both streams, `[T, D]` and `[T', E]`, None for one that is not
+    given; and the condition of the suffix's norms, `[T', E]` or shared ones of all T' rows."""
 
     prefix: Tensor | None
     suffix: Tensor | None
@@ -486,11 +447,7 @@ class InterleavedDecoder(nn.Layer):
     """The layers, and the final norm of each stream.
 
     A pipeline stage has placeholders for the layers of other stages; only the last stage has the
-    norms.
-
-    Attributes:
-        attention_implementation: `eager` or `sdpa`; starts as configured, read at every call.
-        norm, expert_norm: None where there are none.
+    norms. `attention_implementation` starts as configured and is read at every call.
     """
 
     norm: Any
@@ -565,9 +522,6 @@ class InterleavedDecoder(nn.Layer):
                 shared ones of all B * C rows.
             cache: keys and values by layer, from an earlier call with `keep`; or caches of them.
             keep: return all keys and values, the cached ones first.
-
-        Raises:
-            ValueError: a suffix without an expert.
         """
         if suffix_BCE is not None and self.config.disable_action_expert:
             raise ValueError(

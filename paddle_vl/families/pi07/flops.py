@@ -14,7 +14,7 @@ that are not masked; labels that are laid out. See `paddle_vl.families.flops` fo
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -40,10 +40,10 @@ _BACKBONE = f"{_ENGINE}.gemma3.model"
 _LANGUAGE = f"{_BACKBONE}.language_model"
 _TOKEN_TABLE = f"{_LANGUAGE}.embed_tokens.weight"
 # Units of rows, and of the pairs that they see.
-_ALL_TOKENS = ("tokens", "token_pairs")
+_PATCHES, _CURRENT = ("patches", "patch_pairs"), ("current_patches", "current_pairs")
+_ALL_TOKENS, _PREDICTING = ("tokens", "token_pairs"), ("predicting_tokens", "predicting_pairs")
 # Relative cost of a frozen tower: forward only, while a backward pass costs two forward passes.
 FROZEN_SHARE = 1 / 3
-_PREDICTING = ("predicting_tokens", "predicting_pairs")
 
 
 class PI07Flops(FlopCounter):
@@ -136,50 +136,33 @@ def _num_visible(pad_BL: np.ndarray, marks_BL: np.ndarray) -> np.ndarray:
     return seen_BL
 
 
-class _At(NamedTuple):
-    """Where operations are counted: their unit, and the module's name in checkpoints."""
-
-    operations: Operations
-    unit: str
-    module: str
-
-    def linear(self, name: str, inputs: int, outputs: int, carries: bool) -> bool:
-        module = f"{self.module}.{name}"
-        return self.operations.linear(self.unit, module, inputs, outputs, carries)
-
-    def norm(self, name: str, carries: bool) -> bool:
-        return self.operations.norm(f"{self.module}.{name}", carries)
-
-
 def _count_policy(operations: Operations, config: PI07Config, losses: Collection[str]) -> None:
-    vlm, width = config.vlm_config, config.proj_width
+    vlm, width, insulated = config.vlm_config, config.proj_width, config.knowledge_insulation
     text, expert = vlm.gemma3_config.text_config, vlm.gemma_expert_config
-    insulated, quiet = config.knowledge_insulation, operations.without_backward()
+    quiet = operations.without_backward()
     # Without knowledge insulation the flow loss also trains what the token loss trains.
     prefix = operations if "CE" in losses or not insulated else quiet
     tokens = operations if "CE" in losses else quiet
     actions = operations if "MSE" in losses else quiet
-    suffix = _At(actions, "steps", "model")
+    suffix = actions.at("steps", "model")
     rows = _tower(prefix, vlm.gemma3_config, config.spacetime_layer_stride)
     rows |= prefix.trains(_TOKEN_TABLE, f"{_ENGINE}.discrete_action_embedding.weight")
-    states = _At(prefix, "states", "model")
+    states = prefix.at("states", "model")
     rows |= states.linear("state_proj", config.max_state_dim, text.hidden_size, False)
     steps = suffix.linear("action_in_proj", config.max_action_dim, width, False)
     time = suffix.linear("time_mlp_in", width, width, False)
     time = suffix.linear("time_mlp_out", width, width, time)
+    last = text.num_hidden_layers - 1
     for i in range(text.num_hidden_layers):
-        is_last = i == text.num_hidden_layers - 1
-        rest = (tokens, _PREDICTING) if is_last else (prefix, _ALL_TOKENS)
+        rest = (tokens, _PREDICTING) if i == last else (prefix, _ALL_TOKENS)
         rows, key, value = _backbone_layer(prefix, *rest, text, i, rows)
         seen = (key and not insulated, value and not insulated)
         steps = _expert_layer(actions, expert, i, steps, time, seen)
     rows = tokens.norm(f"{_LANGUAGE}.norm", rows)
     vocabulary = vlm.discrete_action_vocab_size
     assert vocabulary is not None, "the model's head has a size"
-    _At(tokens, "action_tokens", _ENGINE).linear("da_head", text.hidden_size, vocabulary, rows)
-    steps |= _condition(
-        _At(actions, "steps", f"{_ENGINE}.gemma_expert.model"), "norm", expert, time
-    )
+    tokens.at("action_tokens", _ENGINE).linear("da_head", text.hidden_size, vocabulary, rows)
+    steps |= _condition(suffix, "gemma3_with_expert.gemma_expert.model.norm", expert, time)
     suffix.linear("action_out_proj", width, config.max_action_dim, steps)
 
 
@@ -195,9 +178,8 @@ def _count_planner(
     rows = operations.norm(f"{_LANGUAGE}.norm", rows)
     for name in ("memory", "response"):
         computed = losses is None or f"CE_{name}" in losses
-        counted = operations if computed else operations.without_backward()
-        size = text.hidden_size * text.vocab_size
-        counted.matrix(f"{name}_tokens", _TOKEN_TABLE, size, rows)
+        head = (operations if computed else operations.without_backward()).at(f"{name}_tokens")
+        head.matrix(_TOKEN_TABLE, text.hidden_size * text.vocab_size, rows)
 
 
 def layer_costs(config: PI07Config | PI07PlannerConfig) -> LayerCosts:
@@ -210,10 +192,10 @@ def layer_costs(config: PI07Config | PI07PlannerConfig) -> LayerCosts:
     backbone, text = vlm.gemma3_config, vlm.gemma3_config.text_config
     cameras = sum(feature.type == "VISUAL" for feature in config.input_features.values())
     tokens = config.prompt_max_length + config.response_max_length + config.metadata_max_length
-    layer, tower = Operations(), Operations()
-    _backbone_layer(layer, layer, _ALL_TOKENS, text, 0, False)
-    _tower(tower, backbone, 1)
-    cost = layer.forward["tokens"] / 2
+    found = Operations()
+    _backbone_layer(found, found, _ALL_TOKENS, text, 0, False)
+    cost = found.forward["tokens"] / 2
+    _tower(found, backbone, 1)
     if isinstance(config, PI07PlannerConfig):
         tokens += cameras * backbone.mm_tokens_per_image + config.memory_max_length
         images, cost, projected = cameras, cost * tokens, 0
@@ -223,8 +205,8 @@ def layer_costs(config: PI07Config | PI07PlannerConfig) -> LayerCosts:
     else:
         tokens += 2 * cameras * backbone.mm_tokens_per_image + config.n_obs_steps
         tokens += config.discrete_action_max_length
-        _expert_layer(layer, vlm.gemma_expert_config, 0, False, False, (False, False))
-        cost = cost * tokens + layer.forward["steps"] / 2 * config.chunk_size
+        _expert_layer(found, vlm.gemma_expert_config, 0, False, False, (False, False))
+        cost = cost * tokens + found.forward["steps"] / 2 * config.chunk_size
         # The frames and the goal of every camera.
         images = cameras * (config.n_obs_steps + 1)
         width, actions = config.proj_width, config.max_action_dim
@@ -232,7 +214,7 @@ def layer_costs(config: PI07Config | PI07PlannerConfig) -> LayerCosts:
         vocabulary = vlm.discrete_action_vocab_size or 0
         after = config.discrete_action_max_length * text.hidden_size * vocabulary
         after += config.chunk_size * width * actions
-    before = images * backbone.vision_config.num_patches * tower.forward["patches"] / 2
+    before = images * backbone.vision_config.num_patches * found.forward["patches"] / 2
     before = before * (FROZEN_SHARE if vlm.freeze_vision_encoder else 1) + projected
     return [cost] * text.num_hidden_layers, before, float(after)
 
@@ -241,29 +223,26 @@ def _tower(operations: Operations, backbone: Gemma3Config, stride: int) -> bool:
     """Count tower and projector; returns whether gradients reach their output."""
     vision, tower = backbone.vision_config, f"{_BACKBONE}.vision_tower.vision_model"
     width, inner = vision.hidden_size, vision.intermediate_size
-    pixels = _At(operations, "patches", f"{tower}.embeddings")
+    pixels = operations.at("patches", f"{tower}.embeddings")
     rows = pixels.linear("patch_embedding", 3 * vision.patch_size**2, width, False)
-    rows |= operations.trains(f"{tower}.embeddings.position_embedding.weight")
+    rows |= pixels.trains("position_embedding.weight")
     num_with_past = vision.num_hidden_layers // stride * stride
     for i in range(vision.num_hidden_layers):
-        looks_back = i < num_with_past
-        unit, pairs = (
-            ("patches", "patch_pairs") if looks_back else ("current_patches", "current_pairs")
-        )
-        layer = _At(operations, unit, f"{tower}.encoder.layers.{i}")
+        unit, pairs = _PATCHES if i < num_with_past else _CURRENT
+        layer = operations.at(unit, f"{tower}.encoder.layers.{i}")
         normed = layer.norm("layer_norm1", rows)
         q, k, v = (layer.linear(f"self_attn.{n}_proj", width, width, normed) for n in "qkv")
         if (i + 1) % stride == 0:
-            v |= operations.attention("time_pairs", width, q, k, v)
-        seen = operations.attention(pairs, width, q, k, v)
+            v |= layer.attention("time_pairs", width, q, k, v)
+        seen = layer.attention(pairs, width, q, k, v)
         rows |= layer.linear("self_attn.out_proj", width, width, seen)
         hidden = layer.linear("mlp.fc1", width, inner, layer.norm("layer_norm2", rows))
         rows |= layer.linear("mlp.fc2", inner, width, hidden)
     rows = operations.norm(f"{tower}.post_layernorm", rows)
-    projector = f"{_BACKBONE}.multi_modal_projector"
-    rows = operations.norm(f"{projector}.mm_soft_emb_norm", rows)
+    projector = operations.at("image_tokens", f"{_BACKBONE}.multi_modal_projector")
+    rows = projector.norm("mm_soft_emb_norm", rows)
     size = width * backbone.text_config.hidden_size
-    return operations.matrix("image_tokens", f"{projector}.mm_input_projection_weight", size, rows)
+    return projector.matrix("mm_input_projection_weight", size, rows)
 
 
 def _backbone_layer(
@@ -283,17 +262,15 @@ def _backbone_layer(
     """
     (unit, pairs), width, (queries, keys) = output, text.hidden_size, _widths(text)
     layer = f"{_ENGINE}.interleaved_layers.{number}.backbone_layer"
-    kept, asked = _At(operations, "tokens", layer), _At(rest, "tokens", layer)
-    out = _At(rest, unit, layer)
-    normed = kept.norm("input_layernorm", rows)
+    kept, asked = operations.at("tokens", layer), rest.at("tokens", layer)
+    out, normed = rest.at(unit, layer), kept.norm("input_layernorm", rows)
     q = asked.linear("self_attn.q_proj", width, queries, normed)
     k, v = (kept.linear(f"self_attn.{n}_proj", width, keys, normed) for n in "kv")
     q, k = asked.norm("self_attn.q_norm", q), kept.norm("self_attn.k_norm", k)
-    seen = rest.attention(pairs, queries, q, k, v)
-    seen = out.linear("self_attn.o_proj", queries, width, seen)
+    seen = out.linear("self_attn.o_proj", queries, width, out.attention(pairs, queries, q, k, v))
     rows |= out.norm("post_attention_layernorm", seen)
     hidden = out.norm("pre_feedforward_layernorm", rows)
-    hidden = _mlp(out, width, text.intermediate_size, hidden)
+    hidden = out.mlp("mlp", width, text.intermediate_size, hidden)
     return rows | out.norm("post_feedforward_layernorm", hidden), k, v
 
 
@@ -312,16 +289,16 @@ def _expert_layer(
         seen: whether gradients reach the prefix's keys, and its values.
     """
     width, (queries, keys) = expert.hidden_size, _widths(expert)
-    layer = _At(operations, "steps", f"{_ENGINE}.interleaved_layers.{number}.expert_layer")
+    layer = operations.at("steps", f"{_ENGINE}.interleaved_layers.{number}.expert_layer")
     normed = _condition(layer, "input_layernorm", expert, time) or rows
     q = layer.linear("self_attn.q_proj", width, queries, normed)
     k, v = (layer.linear(f"self_attn.{n}_proj", width, keys, normed) for n in "kv")
-    out = operations.attention("step_pairs", queries, q, k, v)
-    out |= operations.attention("cross_pairs", queries, q, *seen)
+    out = layer.attention("step_pairs", queries, q, k, v)
+    out |= layer.attention("cross_pairs", queries, q, *seen)
     # The condition also gives a gate, which gets a gradient only if the gated rows do.
     rows |= layer.linear("self_attn.o_proj", queries, width, out)
     normed = _condition(layer, "post_attention_layernorm", expert, time) or rows
-    return _mlp(layer, width, expert.intermediate_size, normed)
+    return layer.mlp("mlp", width, expert.intermediate_size, normed)
 
 
 def _widths(config: Gemma3TextConfig | GemmaExpertConfig) -> tuple[int, int]:
@@ -330,14 +307,9 @@ def _widths(config: Gemma3TextConfig | GemmaExpertConfig) -> tuple[int, int]:
     return config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
 
 
-def _condition(at: _At, norm: str, expert: GemmaExpertConfig, time: bool) -> bool:
+def _condition(at: Operations, norm: str, expert: GemmaExpertConfig, time: bool) -> bool:
     """The linear of an adaptive norm."""
     return at.linear(f"{norm}.dense", expert.adarms_cond_dim, 3 * expert.hidden_size, time)
-
-
-def _mlp(at: _At, width: int, inner: int, rows: bool) -> bool:
-    gate, up = (at.linear(f"mlp.{name}_proj", width, inner, rows) for name in ("gate", "up"))
-    return at.linear("mlp.down_proj", inner, width, gate or up)
 
 
 def _num_true(masks: Sequence[np.ndarray]) -> np.ndarray:

@@ -14,7 +14,7 @@ action tokens and knowledge insulation as in pi0.5-KI (Driess et al., 2025).
 """
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
@@ -48,7 +48,7 @@ from paddle_vl.families.pi07.prefix import (
     presence_of,
 )
 from paddle_vl.nn.attention_masks import BlockMask, KeyMask
-from paddle_vl.nn.linear import Linear, separate
+from paddle_vl.nn.linear import Linear
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement
 from paddle_vl.nn.transfer import device_tensor, host_table
 
@@ -65,11 +65,9 @@ class PolicyModel(AdaptableModel, Materializable, nn.Layer):
     """A model, or this rank's shards and layers of it.
 
     Attributes:
-        blocks: layout of the prefix.
-        tokens: lengths and masks of the prefix.
+        blocks, tokens: layout of the prefix, and its lengths and masks.
         prefix: its embedding, a `PrefixEmbedding`; on pipeline stages without it None, or its tower
             alone.
-        placement: which shards and layers this rank has.
         untrained_losses: losses that are computed without gradients.
     """
 
@@ -92,9 +90,6 @@ class PolicyModel(AdaptableModel, Materializable, nn.Layer):
         """
         Args:
             label_ids: token ids, without special tokens, of each label of `blocks`.
-
-        Raises:
-            ValueError: a label has no ids, or the vocabulary of discrete actions is not known.
         """
         super().__init__()
         self.config, self.label_ids = config, label_ids
@@ -137,7 +132,7 @@ class PolicyModel(AdaptableModel, Materializable, nn.Layer):
         return batch
 
     def views(self, prefix: Prefix) -> tuple[StreamView, SuffixView | None]:
-        """Positions and masks of both streams in training."""
+        """Of both streams in training."""
         return self.prefix_view(prefix), None
 
     def suffix_rows(self, batch: Mapping[str, Any]) -> tuple[Tensor | None, Tensor | None]:
@@ -169,7 +164,6 @@ class PolicyModel(AdaptableModel, Materializable, nn.Layer):
         return layers if head is None else [*layers, head]
 
     def prefix_view(self, prefix: Prefix) -> StreamView:
-        """Positions and mask of a prefix, for the decoder."""
         pad_BL = prefix.pad_masks
         return self.decoder.view(prefix_positions(pad_BL), BlockMask(pad_BL, prefix.att_masks))
 
@@ -180,18 +174,6 @@ class PolicyModel(AdaptableModel, Materializable, nn.Layer):
         """
         rules = checkpoint_rules(self.config.vlm_config, self.config.per_group_projection)
         return place_parameters(self.named_parameters(), rules, self.placement.parameter_table)
-
-    def hf_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's parameters by checkpoint key; a fused one under the keys of its linears."""
-        return ((item.key, item.parameter) for item in self.stored_parameters())
-
-    def separate(self, weights: Iterable[Tensor]) -> None:
-        """Split some fused weights into one per linear, see `paddle_vl.nn.linear`."""
-        separate(self, weights, self.placement.layers.separate_projections)
-
-    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Unsharded shapes of all parameters of the model, by checkpoint key."""
-        return {item.key: item.stored_shape for item in self.whole().stored_parameters()}
 
     def whole(self: Model) -> Model:
         """The unsharded model, its parameters without storage; this one if it is not sharded."""
@@ -220,13 +202,10 @@ class PolicyModel(AdaptableModel, Materializable, nn.Layer):
             )
 
     def fresh_values(self, keys: Collection[str] | None = None) -> list[MaterializeStep]:
-        """Steps that draw initial values from Paddle's global random state.
+        """Steps that draw initial values, of these keys or all, from Paddle's global random state.
 
         The model must have been built under `paddle.LazyGuard`. A rank gets its shards of what a
         single device draws with the same seed.
-
-        Args:
-            keys: of the parameters to draw; None for all.
         """
 
         def chosen(model: PolicyModel) -> list[StoredParameter]:
@@ -311,12 +290,8 @@ def flow_counts(
     is_pad_BC: Tensor | None = None,
     real_dim_B: Tensor | None = None,
 ) -> Tensor:
-    """Mask of the flow loss, `[B, C, A]` bool: not delayed, not padding, a dim of the robot.
-
-    Args:
-        num_values: A.
-        real_dim_B: number of action dims of each sample's robot; None for all.
-    """
+    """Mask of the flow loss, `[B, C, A]` bool: not delayed, not padding, of the robot's
+    `real_dim_B` first dims."""
     counts_BC = paddle.logical_not(is_delayed_BC)
     if is_pad_BC is not None:
         counts_BC = paddle.logical_and(counts_BC, paddle.logical_not(is_pad_BC))
@@ -328,13 +303,11 @@ def flow_counts(
 
 
 class GivenActions:
-    """The first steps of a chunk, which are known: those that run while it is computed.
+    """The first `delay` steps of a chunk, which are known: those that run while it is computed.
 
     Args:
         action_prefix: `[B, C, A]`; None if there are none.
-        num_samples: B.
-        num_steps: C.
-        delay: number of known steps, or int64 `[1]`.
+        delay: a number, or int64 `[1]`.
     """
 
     def __init__(
@@ -473,7 +446,6 @@ class PI07LowLevelFlowMatching(PolicyModel):
         return slice(num_tokens - 1 - self.config.discrete_action_max_length, num_tokens - 1)
 
     def suffix_view(self, seen_BL: Tensor) -> SuffixView:
-        """Positions and mask of a chunk of actions after a prefix of these real tokens."""
         # A chunk is one block without padding: every step sees the prefix and all steps.
         steps = self.config.chunk_size
         own_BC = paddle.ones([seen_BL.shape[0], steps], dtype="bool")
@@ -504,15 +476,11 @@ class PI07LowLevelFlowMatching(PolicyModel):
         }
 
     def velocity(self, suffix_BCE: Tensor, group_B: Tensor | None = None) -> Tensor:
-        """Velocities `[B, C, A]` float32 from the expert's rows."""
         return self.action_out_proj(suffix_BCE, group_B).astype("float32")
 
     def action_token_logits(self, prefix_BLD: Tensor) -> Tensor:
-        """Logits `[B, L_a, V]` of the action tokens, each from the token before it.
-
-        Args:
-            prefix_BLD: all rows of the prefix, or those of these tokens.
-        """
+        """Logits `[B, L_a, V]` of the action tokens, each from the token before it; from all rows
+        of the prefix, or only these."""
         if prefix_BLD.shape[1] != self.config.discrete_action_max_length:
             prefix_BLD = prefix_BLD[:, self._predicting_rows(prefix_BLD.shape[1])]
         return self.da_head(prefix_BLD)
@@ -526,19 +494,14 @@ class PI07LowLevelFlowMatching(PolicyModel):
         action_prefix: Any = None,
         num_steps: int | None = None,
     ) -> Tensor:
-        """A chunk of actions `[B, C, A]` float32, by Euler steps from noise.
+        """A chunk of actions `[B, C, A]` float32, by Euler steps from noise, drawn if None.
 
         The prefix runs once; each step runs the expert over its cached keys and values.
 
         Args:
             batch: see `forward`, without actions.
-            noise: `[B, C, A]`; drawn if None.
-            delay: number of first steps that are already known.
-            action_prefix: `[B, C, A]`; the first `delay` steps are used.
+            action_prefix: `[B, C, A]`, whose first `delay` steps are known.
             num_steps: number of Euler steps; None for the configuration's.
-
-        Raises:
-            ValueError: the model is a pipeline stage.
         """
         if not self.placement.stage_layers.is_full:
             raise ValueError(
@@ -569,12 +532,7 @@ class PI07LowLevelFlowMatching(PolicyModel):
         cache: Sequence[KeyValue],
         group_B: Tensor | None = None,
     ) -> Tensor:
-        """The actions `[B, C, A]` one step later.
-
-        Args:
-            time, step: numbers, or float32 `[1]`.
-            cache: keys and values of the prefix by layer.
-        """
+        """The actions `[B, C, A]` one step later; `time` and `step` may be float32 `[1]`."""
         x_BCA = given.put(x_BCA)
         rows_BCE, values_2E = self.suffix(x_BCA, given.times(time), group_B)
         conditions = given.conditions(values_2E)

@@ -7,14 +7,14 @@ Source: `load_pretrained_gemma3` and `bilinear_resample_pos_embed` of OpenTau.
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from math import isqrt
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from paddle_vl.checkpoint.reading import ReadableTensor
+from paddle_vl.checkpoint.reading import ChangedTensor, ReadableTensor
 from paddle_vl.checkpoint.safetensors_io import encoded, widened
 from paddle_vl.config.families import model_values
 from paddle_vl.families.pi07.config import (
@@ -48,6 +48,8 @@ _DRAWN_KEYS = (
 )
 # OpenTau might build in a dtype that the backbone's section names.
 _NO_DTYPES = {"dtype": None, "torch_dtype": None}
+# Sections, which are compared field by field, and what may differ from the folder's.
+_FREE = ("text_config", "vision_config", "image_size")
 # The expert has as many of them as the backbone.
 _SHARED = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 
@@ -63,11 +65,7 @@ def engine_key(key: str) -> str:
 
 
 def backbone_config(folder: Path) -> Gemma3Config:
-    """The configuration of a folder of Gemma 3.
-
-    Raises:
-        RuntimeError, ValueError: its config.json cannot be read, or is not of Gemma 3.
-    """
+    """The configuration of a folder of Gemma 3."""
     file = folder / "config.json"
     try:
         return Gemma3Config(**read_json_object(file, "a model's configuration"))
@@ -109,24 +107,16 @@ def base_config(config_class: Any, described: Any, folder: Path | None) -> Any:
 
 
 def _check_sizes(found: Gemma3Config, folder: Path) -> None:
-    """Refuse a backbone that differs from that of the folder, but for the size of images.
-
-    Raises:
-        ValueError: names every field that differs, and both values.
-    """
-    own = backbone_config(folder)
-    pairs = {
-        "": (own, found),
-        "text_config.": (own.text_config, found.text_config),
-        "vision_config.": (own.vision_config, found.vision_config),
-    }
-    differing = []
-    for section, (theirs, ours) in pairs.items():
+    """Refuse a backbone that differs from that of the folder, but for the size of images."""
+    own, differing = backbone_config(folder), []
+    for name in ("", "text_config", "vision_config"):
+        theirs, ours = ((getattr(each, name) if name else each) for each in (own, found))
         for each in fields(theirs):
-            is_free = not each.compare or f"{each.name}." in pairs or each.name == "image_size"
             values = getattr(ours, each.name), getattr(theirs, each.name)
+            is_free = not each.compare or each.name in _FREE
             if not is_free and values[0] != values[1]:
-                differing.append(f"{section}{each.name} is {shown(values[0])}, not {values[1]}")
+                place = f"{name}.{each.name}".lstrip(".")
+                differing.append(f"{place} is {shown(values[0])}, not {values[1]}")
     if differing:
         raise ValueError(
             f"the policy's gemma3_config is not that of {folder}, whose weights it starts from: "
@@ -134,41 +124,24 @@ def _check_sizes(found: Gemma3Config, folder: Path) -> None:
         )
 
 
-@dataclass(frozen=True)
-class ResampledPositions:
-    """A table of positions `[N, U]` of square images, read for images of another size.
+def resampled_positions(stored: ReadableTensor, side: int) -> ReadableTensor:
+    """A table of positions `[N, U]` of square images, read for images of `side` patches a side.
 
     Bilinear between the centres of patches, in float32, then in the dtype of the file.
-
-    Attributes:
-        stored: of the file.
-        side: patches along a side of the new images.
     """
 
-    stored: ReadableTensor
-    side: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.side**2, self.stored.shape[1])
-
-    @property
-    def dtype(self) -> str:
-        return self.stored.dtype
-
-    def read(self, *, must_be_finite: bool = True) -> np.ndarray:
-        """As `StoredTensor.read`."""
-        table_NU = self.stored.read(must_be_finite=must_be_finite).astype(np.float32)
+    def resampled(table_NU: np.ndarray) -> np.ndarray:
         old = isqrt(len(table_NU))
-        place = np.maximum(
-            (np.arange(self.side, dtype=np.float32) + 0.5) * (old / self.side) - 0.5, 0
-        )
+        place = np.maximum((np.arange(side, dtype=np.float32) + 0.5) * (old / side) - 0.5, 0)
         low = place.astype(np.int64)
         high, share = np.minimum(low + 1, old - 1), (place - low).astype(np.float32)
-        grid = table_NU.reshape(old, old, -1)
+        grid = table_NU.astype(np.float32).reshape(old, old, -1)
         for axis, weight in ((1, share[:, None]), (0, share[:, None, None])):
             grid = grid.take(low, axis) * (1 - weight) + grid.take(high, axis) * weight
-        return widened(encoded(grid.reshape(self.shape), self.dtype), self.dtype)
+        return widened(encoded(grid.reshape(shape), stored.dtype), stored.dtype)
+
+    shape = (side**2, stored.shape[1])
+    return ChangedTensor(stored, shape, resampled)
 
 
 def fit_backbone(
@@ -187,7 +160,7 @@ def fit_backbone(
     vision, table = config.vlm_config.gemma3_config.vision_config, tensors.get(_POSITIONS)
     side = 0 if table is None else isqrt(table.shape[0])
     if table is not None and side**2 == table.shape[0] != vision.num_patches:
-        tensors[_POSITIONS] = ResampledPositions(table, vision.grid_side)
+        tensors[_POSITIONS] = resampled_positions(table, vision.grid_side)
         logger.info(
             "%s is for images of %d pixels and the policy's have %d: the tower's %d positions are "
             "resampled to %d (OpenTau refuses this)",

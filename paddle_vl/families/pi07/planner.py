@@ -42,7 +42,6 @@ from paddle_vl.families.policy.acting import (
     write_plan,
 )
 from paddle_vl.families.policy.model_inputs import EOS, PlannerInputs
-from paddle_vl.families.policy.normalize import planner_normalizers
 from paddle_vl.nn.head_loss import TargetRows, head_loss
 from paddle_vl.nn.key_value_cache import KeyValueCache
 from paddle_vl.nn.placement import Placement
@@ -67,10 +66,6 @@ class PI07HighLevelPlannerModel(PolicyModel):
         label_ids: Mapping[str, Sequence[int]],
         placement: Placement | None = None,
     ):
-        """
-        Raises:
-            ValueError: a label has no ids, or another number of them than configured.
-        """
         super().__init__(config, label_ids, placement)
         for label, name in (
             (RESPONSE_LABEL, "subtask_indicator_max_length"),
@@ -145,16 +140,8 @@ class PI07HighLevelPlannerModel(PolicyModel):
     def generate(
         self, batch: Mapping[str, Any], bos_id: int, eos_id: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Greedily decoded memory and response, each int64 `[B, length]` as configured.
-
-        Both begin with `bos_id` and have padding after `eos_id`.
-
-        Args:
-            batch: see `forward`, without memory and response.
-
-        Raises:
-            ValueError: the model is sharded.
-        """
+        """Greedily decoded memory and response, each int64 `[B, length]` as configured, of a batch
+        without them. Both begin with `bos_id` and have padding after `eos_id`."""
         if self.placement.splits_parameters:
             raise ValueError(
                 "this model is one rank's shard of a model; to generate, load the checkpoint in a "
@@ -175,11 +162,8 @@ class PI07HighLevelPlannerModel(PolicyModel):
 
 
 class _Reader:
-    """Keys and values of all tokens read so far, see `TokenReader`.
-
-    Args:
-        num_tokens: that will be read after the prefix.
-    """
+    """Keys and values of all tokens read so far, with room for `num_tokens` behind the prefix; see
+    `TokenReader`."""
 
     def __init__(self, model: PI07HighLevelPlannerModel, prefix: Prefix, num_tokens: int):
         self.model, self.pad_BL = model, prefix.pad_masks
@@ -192,7 +176,6 @@ class _Reader:
             cache.append(*kept.pop(0))
 
     def read(self, ids_Bn: np.ndarray, is_real_Bn: np.ndarray) -> None:
-        """Append tokens; each sees all real tokens before it."""
         ids, pad_Bn = paddle.to_tensor(ids_Bn), paddle.to_tensor(is_real_Bn)
         decoder = self.model.decoder
         marks = paddle.ones(pad_Bn.shape, dtype="bool")
@@ -204,7 +187,6 @@ class _Reader:
         self.last_B1D = decoder(rows, prefix_view=view, cache=self.caches).prefix[:, -1:]
 
     def next_tokens(self) -> np.ndarray:
-        """The likeliest token after them, `[B, 1]`."""
         return self.model.head(self.last_B1D).argmax(axis=-1).numpy()
 
 
@@ -215,17 +197,15 @@ class PI07HighLevelPlanner(BasePolicy):
     model: PI07HighLevelPlannerModel
     config_class = PI07PlannerConfig
     model_class = PI07HighLevelPlannerModel
-    new_normalizers = staticmethod(planner_normalizers)
     # OpenTau's engine has these in every policy.
     unused_keys = ("*.da_head.*", "*.discrete_action_embedding.*")
 
     def forward(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The losses of raw demonstrations, see `PI07HighLevelPlannerModel.forward`."""
+        """The losses of raw demonstrations."""
         return self.model(self.inputs.training_inputs(batch))
 
     @property
     def inputs(self) -> PlannerInputs:
-        """Makes the model's inputs from raw batches."""
         return PlannerInputs(self.config, self.tokenizer, self.normalizers["normalize_inputs"])
 
     def plan(self, batch: Mapping[str, Any]) -> Plan:

@@ -17,7 +17,7 @@ Source: PI07LowLevelPolicy of OpenTau.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -45,7 +45,7 @@ from paddle_vl.families.policy.model_inputs import PolicyInputs
 from paddle_vl.families.policy.normalize import (
     Normalizer,
     Statistics,
-    policy_normalizers,
+    new_normalizers,
     set_by_key,
 )
 from paddle_vl.families.policy.tokenizers import ActionTokenizer, PromptTokenizer
@@ -64,19 +64,13 @@ Policy = TypeVar("Policy", bound="BasePolicy")
 
 
 class BasePolicy(SizedModel, nn.Layer, ABC):
-    """A policy and its model, which may be sharded.
-
-    Attributes:
-        normalizers: by name in a checkpoint; they have the statistics.
-        new_normalizers: makes normalizers for a configuration and a number of groups.
-    """
+    """A policy and its model, which may be sharded; its normalizers are by name in a checkpoint."""
 
     config: PI07Config | PI07PlannerConfig
     model: PolicyModel
     normalizers: Mapping[str, Normalizer]
     config_class: ClassVar[Any]
     model_class: ClassVar[Any]
-    new_normalizers: ClassVar[Callable[[Any, int], dict[str, Normalizer]]]
     # Patterns of checkpoint keys that the model never reads.
     unused_keys: ClassVar[Sequence[str]] = ()
     # Such tensors, and dtypes by key, of the folder that was loaded; both are saved again.
@@ -151,7 +145,6 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
                 saved again.
             fresh: patterns of the model's keys that the checkpoint may lack; these are drawn.
             ignore: patterns of the checkpoint's keys that the model may lack.
-            placement: None for the full model on a single device.
             materialize: read the weights now; False leaves that to the model's `materialize()`.
             tokenizers: `tokenizer`, and `action_tokenizer` of the low-level policy; None for those
                 in the folder. OpenTau saves none.
@@ -230,7 +223,6 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
 
     @classmethod
     def stored_tokenizers(cls, folder: Path) -> dict[str, Any]:
-        """The tokenizers of a policy's folder."""
         return {"tokenizer": folder / TOKENIZER_FILE}
 
     @classmethod
@@ -248,7 +240,6 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
 
         Args:
             parts, named_parts: tokenizers and statistics, as the class takes them.
-            placement: None for the full model on a single device.
             materialize: draw the weights now; False leaves that to the model's `materialize()`.
         """
         with paddle.LazyGuard():
@@ -264,10 +255,8 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
         write: FileWriter = write_file,
         store: "ParameterStore | None" = None,
     ) -> None:
-        """Write `config.json`, `model.safetensors` and the tokenizers into a folder; adapters are
-        merged into the weights as these are written.
-
-        All checkpoint ranks call this together.
+        """Write `config.json`, `model.safetensors` and the tokenizers into a folder, with adapters
+        merged into the weights. All checkpoint ranks call it.
 
         Args:
             write: writes the weight files.
@@ -286,12 +275,7 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
         write: FileWriter = write_file,
         store: "ParameterStore | None" = None,
     ) -> None:
-        """Write the model's adapters with the policy's statistics in PEFT's format, `config.json`
-        and the tokenizers. All checkpoint ranks call it.
-
-        Args:
-            write, store: as of `save_pretrained`.
-        """
+        """As `save_pretrained`, but the model's adapters with the statistics, in PEFT's format."""
         keeps = self.normalizers if self.config.save_normalization_stats else {}
         self.model.save_adapter(path, write, store, statistics_to_write(keeps))
         self._save_rest(Path(path))
@@ -306,18 +290,14 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
         self.tokenizer.save_pretrained(folder)
 
     def make_normalizers(self, num_groups: int) -> dict[str, Normalizer]:
-        """Normalizers without statistics.
-
-        Raises:
-            ValueError: the configuration names another number of groups.
-        """
+        """Normalizers without statistics, of as many groups as the configuration names."""
         config, names = self.config, self.config.dataset_names
         if (names or config.per_group_projection) and num_groups != config.num_groups:
             raise ValueError(
                 f"there are statistics of {num_groups} groups, dataset_names has {names}: name "
                 "every group there, in the order of the statistics"
             )
-        return type(self).new_normalizers(config, num_groups)
+        return new_normalizers(config, num_groups)
 
     @property
     @abstractmethod
@@ -337,7 +317,6 @@ class PI07LowLevelPolicy(ActingPolicy, BasePolicy):
     model: PI07LowLevelFlowMatching
     config_class = PI07Config
     model_class = PI07LowLevelFlowMatching
-    new_normalizers = staticmethod(policy_normalizers)
 
     def __init__(
         self,
@@ -347,18 +326,11 @@ class PI07LowLevelPolicy(ActingPolicy, BasePolicy):
         statistics: Sequence[Statistics] | None = None,
         placement: Placement | None = None,
     ):
-        """A policy with fresh weights; on several ranks use `from_config`.
+        """See `BasePolicy`.
 
         Args:
-            tokenizer: the backbone's, or its file or folder.
             action_tokenizer: FAST, or its folder; None for the folder that the configuration
                 names, if it exists. Needed for training only.
-            statistics: of each group of data, in the order of `config.dataset_names`.
-            placement: None for the full model on a single device.
-
-        Raises:
-            ValueError: settings, statistics and tokenizers do not fit together.
-            RuntimeError: files of a tokenizer are missing or damaged.
         """
         if action_tokenizer is None and Path(config.discrete_action_tokenizer_path).is_dir():
             action_tokenizer = config.discrete_action_tokenizer_path
@@ -397,12 +369,8 @@ class PI07LowLevelPolicy(ActingPolicy, BasePolicy):
         delay: Any = None,
         per_sample: bool = False,
     ) -> dict[str, Any]:
-        """The losses of raw demonstrations: `MSE` of the flow, `CE` of the discrete actions.
-
-        Args:
-            noise, time, delay: see `PI07LowLevelFlowMatching.forward`; drawn if None.
-            per_sample: add sums and counts per sample.
-        """
+        """The losses of raw demonstrations, see `PI07LowLevelFlowMatching`; `noise`, `time` and
+        `delay` are drawn if None."""
         inputs = self.inputs.training_inputs(batch)
         drawn = {"noise": noise, "time": time, "delay": delay}
         inputs |= {name: value for name, value in drawn.items() if value is not None}
@@ -410,7 +378,6 @@ class PI07LowLevelPolicy(ActingPolicy, BasePolicy):
 
     @property
     def inputs(self) -> PolicyInputs:
-        """Makes the model's inputs from raw batches."""
         return PolicyInputs(
             self.config, self.tokenizer, self.action_tokenizer, dict(self.normalizers)
         )
@@ -447,11 +414,7 @@ def merge_adapter(family: FamilyEntry, folder: Path, out: Path, base: str | None
 
 
 def check_features(config: PI07Config | PI07PlannerConfig) -> None:
-    """Refuse state or action features of another name, which would not be normalized.
-
-    Raises:
-        ValueError: names what is there and what is needed.
-    """
+    """Refuse state or action features of another name, which would not be normalized."""
     wanted = [("input_features", "STATE", ["state"])]
     if isinstance(config, PI07Config):
         wanted.append(("output_features", "ACTION", ["actions"]))

@@ -6,14 +6,12 @@ Embedding, masks and FLOPs, in training and sampling, all use `PREFIX_BLOCKS` or
 all ranks: their blocks are always embedded. Which of these fields have content in any sample
 differs between batches and ranks: only their blocks are laid out, that is, part of the prefix.
 Every layer runs once per batch, and blocks that are not laid out stay in the graph with zero
-tokens. So ranks that shard parameters issue the same collectives.
+tokens: ranks that shard parameters issue the same collectives.
 
 Shapes: B batch, L prefix tokens, n tokens of a block, M tokens of an image, c cameras, F frames of
 the history, S state values, Z images of all samples and cameras, D backbone width, U tower width;
 G groups of data, I inputs and O outputs of a linear. Masks are True for real tokens. `xp` is
 `numpy` or `paddle`.
-
-Embedding, masks and counts must agree.
 
 Source: `embed_prefix` of OpenTau's PI07LowLevelFlowMatching and PI07HighLevelPlannerModel.
 """
@@ -194,14 +192,12 @@ def real_frames(batch: Mapping[str, Any], xp: Any) -> Any:
 
 
 class Prefix(NamedTuple):
-    """The masks of a prefix, and its rows once it is embedded.
+    """The masks `[B, L]` of a prefix, see `paddle_vl.nn.attention_masks.BlockMask`, and its rows
+    `[B, L, D]` once it is embedded.
 
     Attributes:
-        pad_masks: `[B, L]` bool.
-        att_masks: `[B, L]` bool marks, see `paddle_vl.nn.attention_masks.BlockMask`.
         num_seen: number of leading tokens that the expert sees: those before the action tail, which
             exists in training only.
-        embs: `[B, L, D]`.
     """
 
     pad_masks: Any
@@ -211,13 +207,9 @@ class Prefix(NamedTuple):
 
 
 class PaddedEmbedding(nn.Layer):
-    """A scaled embedding table; the row of `PAD_ID` gets no gradient.
+    """A table whose rows are scaled, in its dtype as in OpenTau; that of `PAD_ID` gets no gradient.
 
     Paddle's `padding_idx` would return zeros for it.
-
-    Args:
-        table: an `Embedding`, or this rank's shard of one.
-        scale: factor of the rows, rounded to the table's dtype as in OpenTau.
     """
 
     def __init__(self, table: nn.Layer, scale: float = 1.0):
@@ -271,10 +263,7 @@ class UnitRows(Initializer):
 
 
 class GroupLinear(nn.Layer):
-    """`x @ weight[group] + bias[group]`, weights `[G, I, O]`; group 0 by default.
-
-    A group is a data set or a robot with its own projection.
-    """
+    """`x @ weight[group] + bias[group]`, weights `[G, I, O]`; group 0 by default."""
 
     def __init__(self, in_features: int, out_features: int, num_groups: int):
         super().__init__()
@@ -288,11 +277,7 @@ class GroupLinear(nn.Layer):
         )
 
     def forward(self, x_BLI: Tensor, group_B: Tensor | None = None) -> Tensor:
-        """`[B, L, I]` to `[B, L, O]`.
-
-        Args:
-            group_B: int64 group of each sample.
-        """
+        """`[B, L, I]` to `[B, L, O]`, with the int64 group of each sample."""
         if self.num_groups == 1 or group_B is None:
             return linear(x_BLI, self.weight[0], self.bias[0])
         weight_BIO = paddle.index_select(self.weight, group_B)
@@ -301,11 +286,7 @@ class GroupLinear(nn.Layer):
 
 
 class GroupedProjection(nn.Layer):
-    """A linear for all samples, or one per group.
-
-    Args:
-        num_groups: None for one linear, whose weights have no group axis.
-    """
+    """A linear for all samples, whose weights have no group axis, or one per group."""
 
     def __init__(self, in_features: int, out_features: int, num_groups: int | None):
         super().__init__()
@@ -325,12 +306,8 @@ class PrefixTokens:
     It needs no weights, so a pipeline stage without embeddings can compute the masks too.
 
     Args:
-        blocks: the layout.
         label_ids: token ids, without special tokens, of each label of the layout.
         camera_tokens: M.
-
-    Raises:
-        ValueError: a label has no ids.
     """
 
     def __init__(
@@ -346,9 +323,6 @@ class PrefixTokens:
     def embedded(self, batch: Mapping[str, Any], presence: Presence, training: bool) -> list[Block]:
         """The blocks to embed, laid out or not: the same on all ranks whose batches have the same
         fields.
-
-        Raises:
-            ValueError: a block of `presence` has no field in the batch.
         """
         fields = Presence(
             batch.get("response_tokens") is not None,
@@ -385,11 +359,7 @@ class PrefixTokens:
         training: bool = True,
         xp: Any = paddle,
     ) -> Prefix:
-        """The masks of the blocks that are laid out.
-
-        Args:
-            batch: see `PI07LowLevelFlowMatching.forward`; the masks of the images, not the images.
-        """
+        """The masks of the blocks that are laid out; it reads no images."""
         pads, marks, num_seen = [], [], 0
         for block in self.embedded(batch, presence, training):
             if not presence.has(block, training):
@@ -462,12 +432,7 @@ def _by_camera(masks: Any, xp: Any) -> Any:
 
 class PrefixEmbedding(nn.Layer):
     """Embeds a prefix: the policy's of videos, texts, states and, in training, actions; the
-    planner's of images and texts.
-
-    On a pipeline stage without embeddings the tower alone.
-
-    Source: `embed_prefix` of OpenTau's PI07LowLevelFlowMatching and PI07HighLevelPlannerModel.
-    """
+    planner's of images and texts. On a pipeline stage without embeddings the tower alone."""
 
     def __init__(
         self,
@@ -475,13 +440,6 @@ class PrefixEmbedding(nn.Layer):
         tokens: PrefixTokens,
         placement: Placement,
     ):
-        """
-        Args:
-            tokens: of the layout `PREFIX_BLOCKS` or `PLANNER_BLOCKS`.
-
-        Raises:
-            ValueError: the vocabulary of discrete actions is not known.
-        """
         super().__init__()
         vlm = config.vlm_config
         backbone = vlm.gemma3_config
@@ -519,17 +477,13 @@ class PrefixEmbedding(nn.Layer):
         training: bool = True,
         image_rows: ImageRows | None = None,
     ) -> Prefix:
-        """Embed a batch.
+        """Embed a batch of the model, see its `forward`.
 
         Args:
-            batch: of the model, see its `forward`.
             presence: the optional fields to lay out.
             training: add what is predicted: the policy's discrete actions, the planner's memory
                 and response.
             image_rows: the tower's rows, made elsewhere; None runs the tower.
-
-        Raises:
-            ValueError: the batch lacks the field of a block to lay out.
         """
         blocks = self.tokens.embedded(batch, presence, training)
         rows = self.embed_blocks(batch, blocks, presence.subgoal, image_rows)

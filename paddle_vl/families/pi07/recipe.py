@@ -13,10 +13,16 @@ from typing import Any
 
 from paddle import nn
 
-from paddle_vl.config.families import EncoderShape, ModelShape
+from paddle_vl.config.families import EncoderShape, FamilyEntry, ModelShape
 from paddle_vl.config.patterns import matching_names
 from paddle_vl.data.loader import PrefetchLoader
-from paddle_vl.families.base import BuiltModel, Family
+from paddle_vl.families.base import (
+    BuiltModel,
+    Evaluation,
+    EvaluationOptions,
+    Family,
+    losses_report,
+)
 from paddle_vl.families.flops import FlopCounter
 from paddle_vl.families.pi07.checkpoint_map import is_reached
 from paddle_vl.families.pi07.config import Gemma3Config, PI07Config, PI07PlannerConfig
@@ -47,7 +53,6 @@ from paddle_vl.families.policy.action_errors import ActionErrors
 from paddle_vl.families.policy.demonstrations.dataset import (
     UNNAMED_GROUP,
     DemonstrationsDataset,
-    present_fields,
 )
 from paddle_vl.families.policy.demonstrations.robot_mixture import RobotDemonstrations
 from paddle_vl.families.policy.demonstrations.sample import (
@@ -266,6 +271,12 @@ class PI07Recipe(Family):
             f"would be trained, since {reason}: change one of the two"
         )
 
+    @property
+    def _fields(self) -> list[str] | None:
+        """Of the training samples, once these are open; None for those that any of them has."""
+        found = self.fields
+        return self.config.data.fields if found is None else [n for n, has in found.items() if has]
+
     def _source(self, files: Sequence[str]) -> DemonstrationSource:
         data, names = self.config.data, self.model_config.dataset_names
         shapes = sample_shapes(self.model_config)
@@ -277,16 +288,13 @@ class PI07Recipe(Family):
             return SyntheticDemonstrations(data.synthetic_samples, shapes, chosen, seed, **groups)
         if folders_among(files):
             return self._robots(mixture_of(files, data.data_features_name_mapping))
-        chosen = data.fields
-        if chosen is None:
-            chosen = present_fields(data.train or files, shapes, data.max_line_bytes)
         of_group: dict[str, list[str]] = {}
         for file in files if data.groups else ():
             of_group.setdefault(data.groups[file], []).append(file)
         return DemonstrationsDataset(
             of_group or files,
             shapes,
-            chosen,
+            self._fields,
             names,
             data.on_bad_sample,
             allow_outside=data.allow_outside,
@@ -301,7 +309,7 @@ class PI07Recipe(Family):
         source = RobotDemonstrations(
             mixture,
             sample_shapes(self.model_config),
-            data.fields if self.fields is None else [n for n, has in self.fields.items() if has],
+            self._fields,
             names,
             data.on_bad_sample,
             seed=self.config.train.seed,
@@ -340,11 +348,7 @@ def flow_draws(config: PolicyConfig) -> FlowDraws | None:
 
 
 def sample_shapes(config: PolicyConfig) -> DemonstrationShapes:
-    """Shapes that the policy needs of its data.
-
-    Raises:
-        ValueError: its configuration lacks a feature.
-    """
+    """Shapes that the policy needs of its data."""
     check_features(config)
     size = config.resize_imgs_with_padding
     assert size is not None, "the configuration gives it a value"
@@ -366,11 +370,7 @@ def sample_shapes(config: PolicyConfig) -> DemonstrationShapes:
 
 
 def action_errors(policy: Any, parts: Mapping[str, Sequence[int]] = {}) -> ActionErrors | None:
-    """Measures a policy's actions; None for a planner.
-
-    Raises:
-        ValueError: `parts`, data.action_groups, name dims that there are not.
-    """
+    """Measures a policy's actions, also of `parts`, data.action_groups; None for a planner."""
     if not isinstance(policy, PI07LowLevelPolicy):
         return None
     num_dims = policy.config.output_features["actions"].shape[0]
@@ -430,3 +430,27 @@ def encoder_shape(config: PolicyConfig) -> EncoderShape:
             "vision_config.intermediate_size": vision.intermediate_size,
         }
     )
+
+
+def build_evaluation(family: FamilyEntry, folder: Path, options: EvaluationOptions) -> Evaluation:
+    """Losses, and errors of actions, over all samples; nothing is dropped, noise and times are
+    the same every time."""
+    replace(options, base=None).refuse_answer_options(f"{folder} is a pi07 policy")
+    recipe, policy_class = family.recipe_class(), family.model_class()
+    config = policy_class.config_class.from_pretrained(folder)
+    shapes, files = sample_shapes(config), options.files
+    if folders_among(files):
+        source = RobotDemonstrations(mixture_of(files), shapes, None, config.dataset_names)
+    else:
+        source = DemonstrationsDataset(files, shapes, None, config.dataset_names)
+    recipe.check_fields(source)
+    samples = DrawnDemonstrations(source, NO_DROPS, flow_draws(config), EVALUATION_SEED)
+    policy = policy_class.from_pretrained(folder, config=config, base=options.base)
+    check_trainable(policy)
+    collator = PolicyCollator(policy.inputs)
+    loader = PrefetchLoader(
+        samples, collator, options.batch_size, shuffle=False, drop_last=False, num_epochs=1
+    )
+    adapter = PolicyBatchAdapter(partial(first_batch, samples, collator))
+    loss, measure = PolicyLoss(recipe.losses), action_errors(policy)
+    return Evaluation(policy.model, loss, adapter, loader, losses_report, measure)

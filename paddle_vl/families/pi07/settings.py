@@ -171,8 +171,7 @@ def with_settings(
         new_statistics: whether data.statistics replaces the checkpoint's statistics.
 
     Raises:
-        ValueError: a setting contradicts the weights, other settings or the data's features, or has
-            no effect; names it, both values and the remedy.
+        ValueError: a setting contradicts weights, other settings or data, or has no effect.
     """
     given, values = settings.given, base.to_dict()
     if not given:

@@ -35,13 +35,11 @@ _SHORTEST, _LONGEST = 4e-3, 40.0
 
 
 class FrameHistory:
-    """Frame layout for the layers with temporal attention.
+    """Frame layout, B and F, for the layers with temporal attention.
 
     Not a tuple, which Paddle's recompute searches for tensors.
 
     Args:
-        shape: B and F.
-        num_stills: S.
         code_FU: code of each frame's age, added before attention; zero for the current frame.
         mask: of B * N entries of F frames, the same at every patch of a video.
     """
@@ -59,11 +57,7 @@ class FrameHistory:
 
 
 class SiglipTower(nn.Layer):
-    """Patch embedding, learned positions, layers and the last norm.
-
-    Args:
-        stride: every `stride`-th layer attends over past frames.
-    """
+    """Patch embedding, learned positions, layers and the last norm."""
 
     def __init__(self, config: SiglipVisionConfig, stride: int):
         super().__init__()
@@ -82,14 +76,9 @@ class SiglipTower(nn.Layer):
         self.post_layernorm = LayerNorm(config.hidden_size, config.layer_norm_eps)
 
     def forward(self, pixels_PCHW: Tensor, history: FrameHistory | None = None) -> Tensor:
-        """Encode frames; only the last, current frame of a video is output.
+        """Rows `[B + S, N, U]` of frames with values in [-1, 1]; of the current frame of a video.
 
-        Args:
-            pixels_PCHW: values in [-1, 1].
-            history: None for independent images.
-
-        Returns:
-            `[B + S, N, U]`, or `[P, N, U]` without a history.
+        Without a history `[P, N, U]`: all are independent images.
         """
         x_PNU = self.patch_embedding(self._patches(pixels_PCHW))
         x_PNU = self.position_embedding(x_PNU)
@@ -130,11 +119,7 @@ class _Positions(nn.Layer):
 
 
 class SiglipLayer(nn.Layer):
-    """`x + attention(norm(x))`, then `x + mlp(norm(x))`; the unit of recomputation and sharding.
-
-    Args:
-        looks_back: attend over past frames if there is a history.
-    """
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`; the unit of recomputation and sharding."""
 
     def __init__(self, config: SiglipVisionConfig, looks_back: bool):
         super().__init__()
@@ -262,9 +247,6 @@ def frame_codes(num_frames: int, width: int) -> np.ndarray:
 
     Frame i has age i - (F - 1), in frames. The code is sine and cosine of `2 pi age / period`, with
     periods geometric from 0.004 to 40 frames, minus the code of age 0.
-
-    Raises:
-        ValueError: an age beyond the longest period.
     """
     if num_frames - 1 > _LONGEST:
         raise ValueError(
@@ -311,7 +293,7 @@ class VideoEncoder(nn.Layer):
         is_pad_BF: Tensor | None = None,
         stills_SCHW: Tensor | None = None,
     ) -> Tensor:
-        """Tokens of the videos' current frames, then of the stills.
+        """Tokens `[B + S, M, D]` of the videos' current frames, then of the stills.
 
         All in one pass, so that every layer runs once for any data.
 
@@ -319,12 +301,6 @@ class VideoEncoder(nn.Layer):
             video_BFCHW: values in [0, 1]; a single frame needs no temporal attention.
             is_pad_BF: bool; None: all frames but the current one are padding.
             stills_SCHW: values in [-1, 1].
-
-        Returns:
-            `[B + S, M, D]`.
-
-        Raises:
-            ValueError: more frames than `n_obs_steps`, or of another size than the tower's.
         """
         side = self.tower.config.image_size
         for images in (video_BFCHW, stills_SCHW):
@@ -371,11 +347,8 @@ class VideoEncoder(nn.Layer):
         is_pad_BF: Tensor | None,
         stills_SCHW: Tensor | None,
     ) -> Tensor:
-        """Pooled rows `[(B + S) * M, U]` of videos and stills; of a black image without any.
-
-        Args:
-            is_pad_BF: padded frames; None for videos of one frame, which have no history.
-        """
+        """Pooled rows `[(B + S) * M, U]` of videos and stills; of a black image without any. Videos
+        of one frame have no `is_pad_BF`, as they have no history."""
         vision, history, pixels = self.tower.config, None, []
         if video_BFCHW is not None:
             pixels.append(video_BFCHW.reshape([-1, *video_BFCHW.shape[2:]]) * 2.0 - 1.0)

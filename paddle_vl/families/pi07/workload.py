@@ -13,11 +13,7 @@ def with_synthetic_data(
     family: FamilyEntry, config: PI07Run, _: Path, num_samples: int, shapes: Mapping[str, int]
 ) -> PI07Run:
     """The run with `data.synthetic_samples`; these have all cameras, and goal images for those
-    named so.
-
-    Raises:
-        ValueError: a shape other than `cameras`, or no camera.
-    """
+    named so. Of the shapes only `cameras` may be given."""
     for name in shapes:
         if name != "cameras":
             raise ValueError(
@@ -57,11 +53,7 @@ def with_cameras(
 
 
 def _cameras_of(features: Mapping[str, Any], num_cameras: int, keeps_names: bool) -> dict[str, Any]:
-    """Features with that many cameras, all like the first, under their names or `camera0`....
-
-    Raises:
-        ValueError: there is none, or none is wanted.
-    """
+    """Features with that many cameras, all like the first, under their names or `camera0`...."""
     cameras = [name for name, feature in features.items() if feature["type"] == "VISUAL"]
     if not cameras or num_cameras < 1:
         raise ValueError(

@@ -2,7 +2,8 @@
 next memory and then the next subtask, written greedily.
 
 NumPy only; what computes actions and tokens is a model, or its exported programs. Shapes: B batch,
-F frames of an observation, C steps of a chunk, A action dims, n new tokens.
+F frames of an observation, C steps of a chunk, A action dims, n new tokens. A ValueError names
+entries that are missing or do not fit.
 
 Source: the observation buffers and the action queue of OpenTau's `select_action`.
 """
@@ -28,32 +29,21 @@ BOS = "<bos>"
 
 
 class ObservationHistory:
-    """Keeps past observations and adds evenly spaced ones to the current one.
-
-    Attributes:
-        num_frames: frames of an observation, `n_obs_steps`, the current one last.
-        interval: environment steps between two frames.
-    """
+    """Keeps past observations and adds earlier ones, `interval` environment steps apart, to the
+    current one, which is the last of `num_frames`."""
 
     def __init__(self, num_frames: int, interval: int):
         self.num_frames, self.interval = num_frames, interval
         self._steps: deque[dict[str, np.ndarray]] = deque(maxlen=(num_frames - 1) * interval + 1)
 
     def clear(self) -> None:
-        """Begin a new episode."""
         self._steps.clear()
 
     def extended(self, batch: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
         """Keep the current values and return the batch with the past frames added.
 
-        Frames from before the episode are zero, and `obs_history_is_pad` `[B, F]` is True there.
-
-        Args:
-            batch: the current observation.
-            names: entries to keep, each `[B, ...]`; they come back as `[B, F, ...]`.
-
-        Raises:
-            ValueError: an entry has another shape than before.
+        The entries of these names, each `[B, ...]`, come back as `[B, F, ...]`. Frames from before
+        the episode are zero, and `obs_history_is_pad` `[B, F]` is True there.
         """
         current = {name: np.asarray(batch[name]) for name in names}
         if self._steps:
@@ -109,7 +99,7 @@ class ChunkInputs(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence["ChunkInputs"]) -> "ChunkInputs":
-        """Inputs of one layout as one batch, in their order."""
+        """Inputs of one layout as one batch."""
         first, inputs = parts[0], {}
         for name, value in first.inputs.items():
             columns = [part.inputs[name] for part in parts]
@@ -135,7 +125,6 @@ class ActingPolicy(ABC):
     config: Any
 
     def begin(self, config: PolicyConfig) -> None:
-        """Make the state of an episode."""
         self.history = ObservationHistory(config.n_obs_steps, config.history_interval)
         self.action_queue: deque[np.ndarray] = deque(maxlen=config.n_action_steps)
         self.max_delay = config.max_delay
@@ -171,9 +160,6 @@ class ActingPolicy(ABC):
             noise: `[B, C, max_action_dim]`, array or tensor; drawn if None.
             delay: number of first actions of the chunk that are already known, at most `max_delay`.
             action_prefix: these actions, raw, `[B, delay, action dims]`.
-
-        Raises:
-            ValueError: an entry is missing or does not fit.
         """
         return self.raw_chunk(self.chunk_inputs(batch, delay, action_prefix), noise)
 
@@ -229,7 +215,7 @@ class ActingPolicy(ABC):
         return queue.popleft()
 
     def reset(self) -> None:
-        """Begin a new episode: forget observations and actions."""
+        """Begin a new episode."""
         self.history.clear()
         self.action_queue.clear()
 
@@ -247,12 +233,7 @@ class TokenReader(Protocol):
 
 
 class WritingRules(NamedTuple):
-    """Lengths and token ids of a plan.
-
-    Attributes:
-        memory_length, response_length: tokens of each segment, padding among them.
-        response_label: ids of the label before the response.
-    """
+    """Token ids of a plan, and the lengths of its segments, padding among them."""
 
     memory_length: int
     response_length: int

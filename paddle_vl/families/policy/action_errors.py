@@ -42,13 +42,11 @@ class ActionErrors:
         self.begin()
 
     def begin(self) -> None:
-        """Forget earlier batches."""
         # Absolute errors, squared errors, and their number, `[3, G, A]`.
         self.sums = np.zeros((3, len(self.datasets), self.num_dims))
         self.shown: list[dict[str, Any]] = []
 
     def add(self, batch: Mapping[str, Any]) -> None:
-        """Predict the chunks of a batch."""
         group_B = batch["group_index"]
         predicted_BCA, true_BCA = (
             self.normalizer.unnormalize({"actions": x[:, :, : self.num_dims]}, group_B)["actions"]
@@ -71,12 +69,8 @@ class ActionErrors:
                 self.shown.append({"dataset": self.datasets[group_B[row]], **chunks})
 
     def entries(self, sums: np.ndarray) -> dict[str, float]:
-        """`action_mae/NAME` and `action_rmse/NAME` of every dim and part; of several data sets
-        `action_mae/DATASET/NAME`.
-
-        Args:
-            sums: of all ranks.
-        """
+        """`action_mae/NAME` and `action_rmse/NAME` of every dim and part, of the sums of all ranks;
+        of several data sets `action_mae/DATASET/NAME`."""
         found = {}
         for number, dataset in enumerate(self.datasets):
             prefix = f"{dataset}/" if len(self.datasets) > 1 else ""

@@ -41,11 +41,7 @@ class PolicyFeature:
 
 
 def read_config(path: str | Path) -> tuple[Path, dict[str, Any]]:
-    """File and content of the configuration in a policy's folder, or of a JSON file.
-
-    Raises:
-        RuntimeError: there is none, or it is damaged.
-    """
+    """File and content of the configuration in a policy's folder, or of a JSON file."""
     path = Path(path)
     candidates = [path / name for name in CONFIG_FILES] if path.is_dir() else [path]
     file = next((file for file in candidates if file.is_file()), None)

@@ -43,7 +43,7 @@ def transformed(
 def changed(
     images: np.ndarray, camera: str, settings: ImageTransforms, rng: np.random.Generator
 ) -> np.ndarray:
-    """Images `[N, 3, H, W]` float32 in [0, 1] of a camera, changed alike."""
+    """Images `[N, 3, H, W]` float32 in [0, 1], changed alike."""
     changes = drawn_changes(camera, settings, rng, (images.shape[-1], images.shape[-2]))
     pictures = np.rint(images.transpose(0, 2, 3, 1) * 255).clip(0, 255).astype(np.uint8)
     found = []

@@ -1,9 +1,10 @@
 """Preparation of camera frames and subgoal images for the vision tower.
 
+A ValueError names images that are missing or do not fit, their values or shape, and the remedy.
+
 Shapes: B batch, F frames of an observation, H x W pixels.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,17 +12,12 @@ import numpy as np
 
 from paddle_vl.families.policy.features import PolicyFeature
 
-logger = logging.getLogger(__name__)
 _OVERSHOOT = 0.25
 
 
 class Pictures(NamedTuple):
-    """Images and masks of every camera.
-
-    Attributes:
-        images: per camera `[B, F, 3, H, W]` (videos) or `[B, 3, H, W]` (subgoals), float32.
-        masks: per camera `[B]` bool, True for real images.
-    """
+    """Per camera images `[B, F, 3, H, W]` (videos) or `[B, 3, H, W]` (subgoals), float32, and a
+    mask `[B]` bool, True for real ones."""
 
     images: list[np.ndarray]
     masks: list[np.ndarray]
@@ -37,9 +33,6 @@ def check_images(batch: Mapping[str, Any], cameras: Sequence[str]) -> None:
 
     Looks at every fourth row of pixels, a few percent of a batch's preparation. Interpolation may
     overshoot a little.
-
-    Raises:
-        ValueError: names the camera, its values and the remedy.
     """
     for name in [*cameras, *map(_goal_of, cameras)]:
         if name not in batch:
@@ -80,11 +73,7 @@ def prepare_videos(
     Args:
         batch: per camera `[B, F, 3, H, W]`, or `[B, 3, H, W]` if an observation is one frame;
             optionally `<camera>_is_pad` `[B]` bool, True for samples that lack the camera.
-        size: (height, width) of the result.
         num_frames: most frames of an observation.
-
-    Raises:
-        ValueError: too many cameras are missing, or frames have another shape.
     """
     present = [name for name in cameras if name in batch]
     if not present:
@@ -135,9 +124,6 @@ def prepare_subgoals(
     The subgoal of `camera0` is `subgoal0`. Samples whose `subgoal_is_pad` is True, and all samples
     without that entry, get masked grey images, and so does a subgoal whose own `subgoal0_is_pad`
     is True.
-
-    Raises:
-        ValueError: images have another shape.
     """
     names = [_goal_of(camera) for camera in cameras]
     present = [name for name in names if name in batch]
@@ -175,19 +161,12 @@ def _has_image(batch: Mapping[str, Any], name: str, batch_size: int) -> np.ndarr
 
 
 def letterbox(images: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Scale images bilinearly, keeping their aspect ratio, and pad them with zeros at the top and
-    left.
+    """Scale images `[..., height, width]` float32 bilinearly, keeping their aspect ratio, and pad
+    them with zeros at the top and left to a size (height, width).
 
     Scaled sides are rounded down to whole pixels. Images of the right size are returned unchanged.
 
     Source: `resize_with_pad` of OpenTau and openpi.
-
-    Args:
-        images: `[..., height, width]` float32.
-        size: (height, width) of the result.
-
-    Raises:
-        ValueError: an image would have no pixel left.
     """
     height, width = images.shape[-2:]
     if (height, width) == tuple(size):

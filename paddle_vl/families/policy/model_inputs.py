@@ -1,6 +1,7 @@
 """Raw observations and demonstrations to the inputs of the low-level model and of the planner.
 
-NumPy only: loader workers run it. Entries of raw batches: `paddle_vl.families.pi07.policy`.
+NumPy only: loader workers run it. Entries of raw batches: `paddle_vl.families.pi07.policy`; a
+ValueError names those that are missing or do not fit.
 
 Shapes: B batch, T observed frames, C camera pixel channels (3), H and W pixels, S state dims, L
 padded length of a text, N slots with a target, J steps of an action chunk, A action dims.
@@ -197,11 +198,7 @@ def state_texts(state_BS: np.ndarray) -> list[str]:
 def observation_inputs(
     batch: Mapping[str, Any], config: PolicyConfig, tokenizer: PromptTokenizer
 ) -> dict[str, Any]:
-    """The low-level model's inputs from a batch with a normalized state.
-
-    Raises:
-        ValueError: entries are missing or have another shape than configured.
-    """
+    """The low-level model's inputs from a batch with a normalized state."""
     state_BFS = prepare_state(batch, config)
     size, history = len(state_BFS), batch.get("obs_history_is_pad")
     history = None if history is None else np.asarray(history, dtype=bool)
@@ -240,11 +237,7 @@ def _tokenized(
 
 
 def prepare_state(batch: Mapping[str, Any], config: PolicyConfig) -> np.ndarray:
-    """The state at every frame, padded with zeros to `[B, F, max_state_dim]` float32.
-
-    Raises:
-        ValueError: there is no state, or it has more than `max_state_dim` dims.
-    """
+    """The state at every frame, padded with zeros to `[B, F, max_state_dim]` float32."""
     state = np.asarray(required(batch, "state"), dtype=np.float32)
     if state.ndim == 2 and config.n_obs_steps == 1:
         state = state[:, None]
@@ -267,9 +260,6 @@ def target_inputs(
 
     Args:
         discrete_BCA: the actions, normalized for the action tokenizer.
-
-    Raises:
-        ValueError: there is no tokenizer, or the actions have another shape.
     """
     if tokenizer is None:
         raise ValueError(
@@ -299,11 +289,7 @@ def target_inputs(
 
 
 def padded_action_prefix(normalized_BDA: np.ndarray, config: PolicyConfig) -> np.ndarray:
-    """Given normalized actions `[B, delay, dims]`, padded with zeros to `[B, C, max_action_dim]`.
-
-    Raises:
-        ValueError: they do not fit into a chunk.
-    """
+    """Given normalized actions `[B, delay, dims]`, padded to `[B, C, max_action_dim]`."""
     prefix = np.asarray(normalized_BDA, dtype=np.float32)
     if prefix.ndim != 3 or prefix.shape[1] > config.chunk_size:
         raise ValueError(
@@ -364,9 +350,6 @@ class PolicyInputs:
 
         Args:
             batch: arrays and texts, see `paddle_vl.families.pi07.policy`.
-
-        Raises:
-            ValueError: an entry is missing or does not fit; names it.
         """
         required(batch, "state")
         # Before they are normalized.
@@ -378,11 +361,7 @@ class PolicyInputs:
         return inputs | {"group_index": group_B}, normalized
 
     def training_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The model's inputs and targets from raw demonstrations, as arrays.
-
-        Raises:
-            ValueError: an entry is missing or does not fit; names it.
-        """
+        """The model's inputs and targets from raw demonstrations, as arrays."""
         batch = as_arrays(batch)
         required(batch, "actions")
         inputs, normalized = self.observed(batch)
@@ -406,11 +385,7 @@ class PlannerInputs:
         self.config, self.tokenizer, self.normalizer = config, tokenizer, normalizer
 
     def training_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The model's inputs and targets from raw demonstrations, as arrays.
-
-        Raises:
-            ValueError: an entry is missing or does not fit; names it.
-        """
+        """The model's inputs and targets from raw demonstrations, as arrays."""
         inputs, batch = self.observation_inputs(batch), as_arrays(batch)
         texts = {}
         for name, source in (("memory", "next_memory"), ("response", "response")):
@@ -421,11 +396,7 @@ class PlannerInputs:
         return inputs | _tokenized(self.tokenizer, **texts)
 
     def observation_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The model's inputs from raw observations, as arrays.
-
-        Raises:
-            ValueError: an entry is missing or does not fit; names it.
-        """
+        """The model's inputs from raw observations, as arrays."""
         config, batch = self.config, as_arrays(batch)
         for name in ("state", "prompt", "past_memory"):
             required(batch, name)

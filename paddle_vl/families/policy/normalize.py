@@ -4,7 +4,8 @@ normalizers of a policy and of a planner; and statistics of data, with their fil
 A group is a data set, or a robot under one control mode. Every statistic has one row per group,
 `[groups, *feature]`. Two conventions, the `config_version` of a checkpoint: version 1 adds 1e-6 to
 denominators and maps a feature whose range is zero to 0; version 0 adds 1e-8 and maps it to -1.
-Nothing is clamped. Names of statistics are those of OpenTau's data sets.
+Nothing is clamped. Names of statistics are those of OpenTau's data sets. A ValueError names data or
+statistics that are missing or do not fit, their group, value and what is needed.
 
 Source: Normalize and Unnormalize of OpenTau.
 """
@@ -46,11 +47,7 @@ def required(batch: Mapping[str, Any], name: str) -> Any:
 
 
 def words_of(batch: Mapping[str, Any], name: str, batch_size: int) -> list[str]:
-    """The texts of an entry, one per sample; empty texts if the batch lacks it.
-
-    Raises:
-        ValueError: not one per sample, or no texts.
-    """
+    """The texts of an entry, one per sample; empty texts if the batch lacks it."""
     words = batch.get(name, "")
     if not isinstance(words, list | tuple | np.ndarray) or getattr(words, "shape", None) == ():
         return [text_of(name, words)] * batch_size
@@ -60,11 +57,7 @@ def words_of(batch: Mapping[str, Any], name: str, batch_size: int) -> list[str]:
 
 
 def text_of(name: str, given: Any) -> str:
-    """A text in any of its forms: NumPy's, UTF-8 bytes, or a list or array of one.
-
-    Raises:
-        ValueError: none of these.
-    """
+    """A text in any of its forms: NumPy's, UTF-8 bytes, or a list or array of one."""
     text = given.item() if isinstance(given, np.ndarray) and given.size == 1 else given
     if isinstance(text, list | tuple) and len(text) == 1:
         return text_of(name, text[0])
@@ -92,9 +85,6 @@ def group_index(
     In order of preference: `dataset_index` (training batches have it, since robot and mode may be
     dropped), `robot_type` and `control_mode`, `dataset_repo_id`. A policy with one group, or with
     unnamed groups, takes row 0 without any of them.
-
-    Raises:
-        ValueError: the batch names no group, or one that the policy was not trained on.
     """
     names = config.dataset_names
     if "dataset_index" in batch:
@@ -161,9 +151,6 @@ class Normalizer:
         Args:
             modes: by feature type; features of other types are left as they are.
             version: 0 or 1, see the module.
-
-        Raises:
-            ValueError: unknown modes or versions.
         """
         if version not in _EPSILON:
             raise ValueError(f"normalization version {version} is not one of {list(_EPSILON)}")
@@ -187,10 +174,6 @@ class Normalizer:
         """Set the statistics of every group, in the order of the rows.
 
         Statistics that the modes do not need, such as `count`, may be absent.
-
-        Raises:
-            ValueError: another number of groups; or a statistic is absent, has another shape, is
-                NaN, or gives a negative spread.
         """
         if len(groups) != self.num_groups:
             raise ValueError(
@@ -208,11 +191,7 @@ class Normalizer:
 
         Args:
             where: origin of the statistics, for the message.
-            may_be_absent: accept infinite statistics, which were never set; `normalize` raises if
-                it needs them.
-
-        Raises:
-            ValueError: names feature, group, value and what is needed.
+            may_be_absent: accept infinite statistics, which were never set.
         """
         for name, mode in self._modes.items():
             tensors = {s: self.tensors[tensor_name(name, s)] for s in STATISTICS_OF_MODE[mode]}
@@ -227,15 +206,8 @@ class Normalizer:
                     )
 
     def normalize(self, batch: Mapping[str, Any], index_B: np.ndarray) -> dict[str, Any]:
-        """The batch with its features normalized, float32; other entries as they were.
-
-        Args:
-            batch: arrays `[B, ..., *feature]`.
-            index_B: row of the statistics of each sample, int64.
-
-        Raises:
-            ValueError: statistics were never set, or do not fit the data.
-        """
+        """The batch with its features `[B, ..., *feature]` normalized, float32, each sample by its
+        int64 row of the statistics; other entries as they were."""
         return self._applied(batch, index_B, inverse=False)
 
     def unnormalize(self, batch: Mapping[str, Any], index_B: np.ndarray) -> dict[str, Any]:
@@ -319,14 +291,8 @@ def _statistic_shape(feature: PolicyFeature) -> tuple[int, ...]:
 
 
 def spread_problem(statistics: Mapping[str, np.ndarray]) -> str | None:
-    """A message about the first statistic that is not finite, too small or contradicts another.
-
-    Args:
-        statistics: arrays by name, any of mean, std, min, max, q01, q99, count.
-
-    Returns:
-        None if all are consistent.
-    """
+    """A message about the first statistic that is not finite, too small or contradicts another, of
+    arrays by name, any of mean, std, min, max, q01, q99, count; None if there is none."""
 
     def first(is_wrong: np.ndarray) -> list[tuple[str, Any]]:
         """The first wrong place, as text, and its index."""
@@ -351,23 +317,18 @@ def spread_problem(statistics: Mapping[str, np.ndarray]) -> str | None:
     return None
 
 
-def policy_normalizers(config: PolicyConfig, num_groups: int) -> dict[str, Normalizer]:
-    """The four normalizers of a policy, without statistics."""
+def new_normalizers(config: PolicyConfig, num_groups: int) -> dict[str, Normalizer]:
+    """The normalizers of a policy, without statistics; of a planner, which has no actions, the
+    first alone."""
     inputs, outputs = config.input_features, config.output_features
     modes, version = config.normalization_mapping, config.normalization_version
-    discrete = {"ACTION": "MIN_MAX"}
-    made = ((inputs, modes), (outputs, modes), (outputs, discrete), (outputs, modes))
+    made = [(inputs, modes)]
+    if hasattr(config, "max_action_dim"):
+        made += [(outputs, modes), (outputs, {"ACTION": "MIN_MAX"}), (outputs, modes)]
     return {
         name: Normalizer(features, of_kind, version, num_groups)
-        for name, (features, of_kind) in zip(NORMALIZERS, made, strict=True)
+        for name, (features, of_kind) in zip(NORMALIZERS, made, strict=False)
     }
-
-
-def planner_normalizers(config: PolicyConfig, num_groups: int) -> dict[str, Normalizer]:
-    """The normalizer of a planner's inputs, without statistics."""
-    modes, version = config.normalization_mapping, config.normalization_version
-    inputs = Normalizer(config.input_features, modes, version, num_groups)
-    return {"normalize_inputs": inputs}
 
 
 # Of one group: feature -> statistic -> values, float64 `[dims]`; `count` is int64 `[1]`.
@@ -380,9 +341,6 @@ def demonstration_statistics(source: Any) -> dict[str, GroupStatistics]:
     Over all real frames of the states and real steps of the actions, counted as often as samples
     have them; padding does not count. Reads no images. Quantiles are exact, so the values of all
     samples are in memory at once.
-
-    Raises:
-        ValueError: a group has no samples.
     """
     values: dict[int, dict[str, list[np.ndarray]]] = {}
     for number in range(len(source)):
@@ -422,14 +380,10 @@ def write_statistics(path: str | Path, groups: Mapping[str, GroupStatistics]) ->
 def read_statistics(
     path: str | Path, group_names: Sequence[str] | None = None
 ) -> dict[str, GroupStatistics]:
-    """Read a file of `write_statistics`.
-
-    Args:
-        group_names: the groups to return, in this order; None for all in the order of the file.
+    """Read a file of `write_statistics`: these groups in this order, or all in that of the file.
 
     Raises:
         RuntimeError: there is no such file, or it has another content.
-        ValueError: a group is missing, or a statistic is NaN, or gives a negative spread.
     """
     path = Path(path)
     form = "group -> feature -> statistic -> list of numbers is needed"
@@ -492,7 +446,6 @@ def set_by_key(normalizers: Mapping[str, Normalizer], found: Mapping[str, np.nda
 
 
 def save_statistics(normalizers: Mapping[str, Normalizer], file: Path) -> None:
-    """Write the statistics of normalizers."""
     save_file(statistics_by_key(normalizers), file)
 
 

@@ -196,11 +196,7 @@ class DatasetMixtureConfig(Section):
 
 
 def folders_among(files: Sequence[str]) -> bool:
-    """Whether entries of data.train or data.eval are folders, which must be LeRobot datasets.
-
-    Raises:
-        ValueError: only some are.
-    """
+    """Whether entries of data.train or data.eval are folders: LeRobot datasets, all or none."""
     folders = [file for file in files if Path(file).is_dir()]
     if folders and len(folders) < len(files):
         raise ValueError(

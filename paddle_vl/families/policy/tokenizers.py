@@ -1,4 +1,4 @@
-"""Tokenizers of texts and of action chunks.
+"""Tokenizers of texts and of action chunks. A ValueError says what they cannot take.
 
 Shapes: B batch, C steps of a chunk, A action dims, L tokens.
 """
@@ -36,7 +36,6 @@ class PromptTokenizer:
 
     Attributes:
         bos_id: put before texts that get special tokens; None if `tokenizer.json` does that.
-        pad_id: fills texts on the right.
     """
 
     def __init__(self, tokenizer: Tokenizer, bos_id: int | None = None, pad_id: int = 0):
@@ -72,9 +71,6 @@ class PromptTokenizer:
         """Train a byte-level tokenizer, for a policy with weights of its own.
 
         Its first tokens are Gemma's special tokens, in Gemma's order.
-
-        Raises:
-            ValueError: the vocabulary is too small for the bytes and the special tokens.
         """
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         if vocab_size < (least := len(alphabet) + len(_SPECIAL_TOKENS)):
@@ -108,7 +104,6 @@ class PromptTokenizer:
 
     @property
     def highest_id(self) -> int:
-        """The largest token id."""
         return highest_id(self._tokenizer)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
@@ -119,15 +114,10 @@ class PromptTokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Text of ids."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens)
 
     def token_id(self, token: str) -> int:
-        """Id of a token by its name.
-
-        Raises:
-            ValueError: the tokenizer has no such token.
-        """
+        """Id of a token by its name."""
         found = self._tokenizer.token_to_id(token)
         if found is None:
             raise ValueError(f"the tokenizer has no token {token!r}: give the backbone's own")
@@ -136,11 +126,7 @@ class PromptTokenizer:
     def padded(
         self, texts: Sequence[str], length: int, add_special_tokens: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids of texts, cut or padded on the right to one length.
-
-        Returns:
-            Ids `[B, length]` int64 and a mask `[B, length]` bool, True for real tokens.
-        """
+        """`padded_rows` of texts."""
         return padded_rows(
             [self.encode(text, add_special_tokens) for text in texts], length, self.pad_id
         )
@@ -173,8 +159,8 @@ def _token_text(settings: Mapping[str, Any], name: str, file: Path) -> str | Non
 
 @checked
 class ActionTokenizer:
-    """Encodes normalized action chunks as token ids, and back: a cosine transform over time, a
-    character for each rounded coefficient, byte-pair merging.
+    """Encodes normalized action chunks as token ids: a cosine transform over time, a character for
+    each rounded coefficient, byte-pair merging.
 
     Source: FAST (Pertsch et al., 2025). Reads and writes the files of `physical-intelligence/fast`:
     `processor_config.json` and `tokenizer.json`.
@@ -189,63 +175,22 @@ class ActionTokenizer:
     min_token: Annotated[int, Field(ge=-(1 << 15), le=1 << 20)] = 0
     """least coefficient with a character of its own; smaller ones share it"""
     time_horizon: Annotated[int, Field(ge=1, le=10_000)] | None = None
-    """default number of steps of `decode`"""
+    """number of steps of a chunk, for decoders"""
     action_dim: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
-    """default number of action values of `decode`"""
+    """number of action values, for decoders"""
 
     def __call__(self, actions_BCA: np.ndarray) -> list[list[int]]:
-        """Token ids of each chunk `[C, A]`; a 2-d array is one chunk.
-
-        Raises:
-            ValueError: an array with another number of dims.
-        """
+        """Token ids of each chunk `[C, A]`; a 2-d array is one chunk."""
         actions = np.asarray(actions_BCA, dtype=np.float32)
         actions = actions[None] if actions.ndim == 2 else actions
         if actions.ndim != 3:
             raise ValueError(
                 f"actions have shape {list(actions.shape)}; [batch, steps, dims] is needed"
             )
-        coefficients = np.around(_transform("dct")(actions, axis=1, norm="ortho") * self.scale)
+        coefficients = np.around(_dct()(actions, axis=1, norm="ortho") * self.scale)
         return [
             self.tokenizer.encode(_characters(chunk, self.min_token)).ids for chunk in coefficients
         ]
-
-    def decode(
-        self,
-        tokens: Sequence[Sequence[int]],
-        time_horizon: int | None = None,
-        action_dim: int | None = None,
-    ) -> np.ndarray:
-        """Chunks `[B, time_horizon, action_dim]` float64 from token ids.
-
-        Tokens that do not decode to a whole chunk give zeros and a warning.
-
-        Raises:
-            ValueError: the size of a chunk is not known.
-        """
-        steps, dims = time_horizon or self.time_horizon, action_dim or self.action_dim
-        if steps is None or dims is None:
-            raise ValueError(
-                f"the size of a chunk is not known (time_horizon {steps}, action_dim {dims}): give "
-                "both, the tokenizer was saved without"
-            )
-        idct, chunks = _transform("idct"), []
-        for ids in tokens:
-            text = self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
-            coefficients = np.array([ord(character) for character in text]) + self.min_token
-            if coefficients.size != steps * dims:
-                logger.warning(
-                    "%d tokens stand for %d coefficients, a chunk has %d x %d: taken as zeros",
-                    len(ids),
-                    coefficients.size,
-                    steps,
-                    dims,
-                )
-                coefficients = np.zeros(steps * dims)
-            chunks.append(
-                idct(coefficients.reshape(steps, dims) / self.scale, axis=0, norm="ortho")
-            )
-        return np.stack(chunks)
 
     @classmethod
     def fit(
@@ -260,15 +205,11 @@ class ActionTokenizer:
 
         Args:
             chunks: normalized actions, each `[C, A]`.
-
-        Raises:
-            ValueError: no chunks, or the coefficients take more values than the vocabulary has
-                entries.
         """
         chunks = [np.asarray(chunk) for chunk in chunks]
         if not chunks:
             raise ValueError("there are no action chunks to fit a tokenizer to")
-        dct = _transform("dct")
+        dct = _dct()
         rounded = [np.around(dct(chunk, axis=0, norm="ortho") * scale) for chunk in chunks]
         least = int(min(chunk.min() for chunk in rounded))
         most = int(max(chunk.max() for chunk in rounded))
@@ -308,7 +249,6 @@ class ActionTokenizer:
 
         Raises:
             RuntimeError: files are missing or damaged.
-            ValueError: a setting is out of range.
         """
         folder = Path(path)
         file = folder / TOKENIZER_FILE
@@ -334,7 +274,6 @@ class ActionTokenizer:
         return made
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Write the tokenizer's folder."""
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / TOKENIZER_FILE, self.tokenizer.to_str(pretty=True))
@@ -347,11 +286,7 @@ class ActionTokenizer:
 
 
 def padded_tokens(tokens: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids, cut or padded with 0 on the right to one length.
-
-    Returns:
-        Ids `[B, length]` int64 and a mask `[B, length]` bool, True for real tokens.
-    """
+    """`padded_rows` of action tokens; warns of those that are cut."""
     for ids in tokens:
         if len(ids) > length:
             logger.warning(
@@ -362,7 +297,7 @@ def padded_tokens(tokens: Sequence[Sequence[int]], length: int) -> tuple[np.ndar
     return padded_rows(tokens, length)
 
 
-def _transform(name: str) -> Callable:
+def _dct() -> Callable:
     # Imported here: acting needs no SciPy.
     try:
         from scipy import fft
@@ -371,15 +306,11 @@ def _transform(name: str) -> Callable:
             "discrete actions need SciPy, which is not installed; install it with: pip install "
             "'scipy>=1.11' (the extra `pi07` of this package)"
         ) from error
-    return getattr(fft, name)
+    return fft.dct
 
 
 def _characters(coefficients: np.ndarray, min_token: int) -> str:
-    """One character per coefficient; coefficients below `min_token` get its character.
-
-    Raises:
-        ValueError: a coefficient has no character: NaN, or far beyond those of normalized actions.
-    """
+    """One character per coefficient; coefficients below `min_token` get its character."""
     codes = np.maximum(coefficients.flatten() - min_token, 0)
     has_character = (codes < _SURROGATES[0]) | (
         (codes > _SURROGATES[1]) & (codes <= sys.maxunicode)

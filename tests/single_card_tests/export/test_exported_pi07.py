@@ -19,12 +19,7 @@ from paddle_vl.export.pi07.programs import policy_to_export
 from paddle_vl.export.writing import export_model
 from paddle_vl.families.pi07.prefix import presence_of
 from paddle_vl.families.policy.model_inputs import as_arrays
-from tests.single_card_tests.families.pi07.test_policy import (
-    character_tokenizer,
-    golden_policy,
-    observation,
-    raw_batch,
-)
+from tests.single_card_tests.families.pi07.test_policy import golden_policy, observation, raw_batch
 from tests.single_card_tests.serving.test_policy_actor import actor_of, check_batches
 from tests.support.exports import (
     HAS_ONNX,
@@ -36,6 +31,7 @@ from tests.support.exports import (
 from tests.support.pi07_golden import (
     CharacterTokenizer,
     case,
+    character_tokenizer,
     group_statistics,
     policy_config,
     under,

@@ -9,7 +9,8 @@ import pytest
 
 from paddle_vl import PI07LowLevelPolicy, Qwen3VLForConditionalGeneration
 from paddle_vl.testing.qwen3_vl import token_rows
-from tests.single_card_tests.families.pi07.test_policy import character_tokenizer, golden_policy
+from tests.single_card_tests.families.pi07.test_policy import golden_policy
+from tests.support.pi07_golden import character_tokenizer
 from tests.support.tiny import tiny_model
 
 IDS = token_rows([1, 2, 3], [7, 8, 9])

@@ -20,7 +20,8 @@ from paddle_vl.families.policy.images import letterbox
 from paddle_vl.serving import openpi, vla_eval
 from paddle_vl.serving.msgpack_numpy import OPENPI, VLA_EVAL
 from paddle_vl.serving.policy import _TEXTS, PolicyActor, open_policy
-from tests.single_card_tests.families.pi07.test_policy import character_tokenizer, golden_policy
+from tests.single_card_tests.families.pi07.test_policy import golden_policy
+from tests.support.pi07_golden import character_tokenizer
 
 STATE = np.array([0.1, -0.2, 0.3, 0.4, -0.5])
 SIDE = (40, 60, 3)

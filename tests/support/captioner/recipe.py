@@ -26,10 +26,10 @@ class CaptionerFlops(FlopCounter):
         linears |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), inner)
         carries = True
         for i in range(text.num_hidden_layers):
+            layer = self._operations.at("rows", f"model.language_model.layers.{i}")
             for name, columns in linears.items():
-                key = f"model.language_model.layers.{i}.{name}"
-                carries |= self._operations.linear("rows", key, width, columns, carries)
-        self._operations.linear("rows", "lm_head", width, text.vocab_size, carries)
+                carries |= layer.linear(name, width, columns, carries)
+        self._operations.at("rows").linear("lm_head", width, text.vocab_size, carries)
 
     def units(self, batch: Mapping[str, Any]) -> dict[str, int]:
         return {"rows": int(batch["attention_mask"].sum())}

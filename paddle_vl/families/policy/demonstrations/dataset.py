@@ -16,7 +16,6 @@ entry is absent. The file determines the group of data, so a line has no `datase
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,8 +26,6 @@ from paddle_vl.data.jsonl import (
     BadSampleError,
     LineIndex,
     OnBadSample,
-    bounded_lines,
-    check_length,
     parse_object,
     sample_at,
 )
@@ -39,6 +36,7 @@ from paddle_vl.families.policy.demonstrations.sample import (
     OPTIONAL_TEXTS,
     Demonstration,
     DemonstrationShapes,
+    DemonstrationSource,
     chosen_fields,
     finished_sample,
 )
@@ -52,61 +50,13 @@ UNNAMED_GROUP = "all"
 Files = Sequence[str | os.PathLike]
 
 
-def present_fields(
-    files: Files, shapes: DemonstrationShapes, max_line_bytes: int = MAX_LINE_BYTES
-) -> list[str]:
-    """The optional fields that any line of any file has; the same on every rank.
-
-    Lines that are too long or not JSON objects are ignored here; opening the dataset reports them.
-
-    Raises:
-        RuntimeError: a file does not exist.
-    """
-    names: set[str] = set()
-    for file in files:
-        if not Path(file).is_file():
-            raise RuntimeError(f"there is no data file {file}")
-        for _, _, line in bounded_lines(Path(file), max_line_bytes):
-            try:
-                check_length(line, max_line_bytes)
-                record = parse_object(line, "a demonstration", finite=False)
-            except BadSampleError:
-                continue
-            names |= {name for name, value in record.items() if value is not None}
-    if names & set(shapes.goals.values()):
-        names.add("subgoal")
-    return [name for name in OPTIONAL_FIELDS if name in names]
-
-
-@dataclass(frozen=True)
-class Moment:
-    """One parsed line; images are paths.
-
-    Attributes:
-        state: `[R, S]` float32, R frames that the policy reads, the current one last.
-        history_length: steps of the line, read or not.
-        actions: `[N, A]` float32, N real steps; None if no actions are needed.
-        frames: R paths per camera that the line has.
-        goals: the goal images that the line has, by name.
-        words: the prompt, and the optional texts and numbers that the line has.
-    """
-
-    state: np.ndarray
-    actions: np.ndarray | None
-    frames: Mapping[str, list[str]]
-    goals: Mapping[str, str]
-    words: Mapping[str, Any]
-    history_length: int
-
-
-class DemonstrationsDataset(LineIndex):
+class DemonstrationsDataset(LineIndex, DemonstrationSource):
     """Demonstrations from one or several JSONL files, numbered in file order.
 
     Opening reads every line once and checks all but the images, which are decoded when a sample is
     read. Cheap to pickle: it keeps positions of lines, not lines.
 
     Attributes:
-        shapes, fields, group_names: see `DemonstrationSource`.
         history_lengths: steps of the line of each file that has the most.
         on_bad_sample: "fail" raises at the first bad sample; "skip" leaves out bad samples found on
             opening, and lets the loader skip those found later.
@@ -116,7 +66,7 @@ class DemonstrationsDataset(LineIndex):
         self,
         files: Files | Mapping[str, Files],
         shapes: DemonstrationShapes,
-        fields: Sequence[str] = (),
+        fields: Sequence[str] | None = (),
         group_names: Sequence[str] | None = None,
         on_bad_sample: OnBadSample = "fail",
         *,
@@ -128,7 +78,8 @@ class DemonstrationsDataset(LineIndex):
         Args:
             files: of one group of data, or of each group by name.
             shapes: of the samples.
-            fields: the optional fields of every sample, whether or not its line has them.
+            fields: the optional fields of every sample, whether or not its line has them; None for
+                those that any line has.
             group_names: in the order of `dataset_index`, a policy's `dataset_names`; None for the
                 order of `files`.
             allow_outside: images may lie outside their data file's folder.
@@ -149,7 +100,9 @@ class DemonstrationsDataset(LineIndex):
                 f"the groups are {list(group_names)}, and the files do not say theirs: give the "
                 "files of each group by its name"
             )
-        self.shapes, self.fields = shapes, chosen_fields(fields, shapes)
+        self.shapes, self._found = shapes, set[str]()
+        every = dict.fromkeys(OPTIONAL_FIELDS, True)
+        self.fields = every if fields is None else chosen_fields(fields, shapes)
         self.group_names = tuple(groups if group_names is None else group_names)
         if unknown := [name for name in groups if name not in self.group_names]:
             raise ValueError(
@@ -162,46 +115,33 @@ class DemonstrationsDataset(LineIndex):
         self._folders = [MediaFolder(file.parent, allow_outside) for file in paths]
         self.history_lengths = [0] * len(paths)
         super().__init__(paths, self._check_line, on_bad_sample, max_line_bytes)
-
-    def __getitem__(self, number: int) -> Demonstration:
-        """A complete sample, see `demonstration`."""
-        return self.demonstration(number)
+        if fields is None:
+            self.fields = chosen_fields([n for n in OPTIONAL_FIELDS if n in self._found], shapes)
 
     def demonstration(
         self, number: int, *, with_history: bool = True, with_subgoals: bool = True
     ) -> Demonstration:
-        """A sample. Without history, past frames are black and not read.
-
-        Raises:
-            BadSampleError: the sample cannot be used; says `file:line: reason`.
-        """
-        moment, group = self._moment(number)
+        given, group = self._moment(number)
+        given["dataset_index"] = group
         with sample_at(self.place(number)):
-            given = dict(moment.words) | {"state": moment.state, "dataset_index": group}
-            if moment.actions is not None:
-                given["actions"] = moment.actions
-            for camera, paths in moment.frames.items():
-                paths = paths if with_history else paths[-1:]
+            for camera in given.keys() & {*self.shapes.cameras}:
+                paths = given[camera] if with_history else given[camera][-1:]
                 given[camera] = np.stack([self._image(camera, path) for path in paths])
-            if self.fields["subgoal"] and with_subgoals:
-                given |= {goal: self._image(goal, path) for goal, path in moment.goals.items()}
+            for goal in _goals(given, self.shapes):
+                path = given.pop(goal)
+                if self.fields["subgoal"] and with_subgoals:
+                    given[goal] = self._image(goal, path)
             return finished_sample(given, self.shapes, self.fields)
 
     def check_history(self) -> None:
-        """See `check_history`."""
         lengths = zip(map(str, self.files), self.history_lengths, strict=True)
         check_history(self.shapes, [*lengths], "lines")
 
     def motion(self, number: int) -> tuple[np.ndarray, np.ndarray | None, int]:
-        """State, actions and group of a sample, see `DemonstrationSource`; reads no images.
-
-        Raises:
-            BadSampleError: the file has changed since it was opened.
-        """
         moment, group = self._moment(number)
-        return moment.state, moment.actions, group
+        return moment["state"], moment.get("actions"), group
 
-    def _moment(self, number: int) -> tuple[Moment, int]:
+    def _moment(self, number: int) -> tuple[dict[str, Any], int]:
         line, file_number = self.line(number)
         with sample_at(self.place(number)):
             moment = parse_moment(line, self._folders[file_number], self.shapes)
@@ -210,10 +150,12 @@ class DemonstrationsDataset(LineIndex):
     def _check_line(self, line: bytes, file_number: int) -> list[int]:
         """Check a line without decoding images; returns the sizes of its files."""
         moment = parse_moment(line, self._folders[file_number], self.shapes)
-        paths = [path for of_camera in moment.frames.values() for path in of_camera]
-        paths += list(moment.goals.values()) if self.fields["subgoal"] else []
+        goals = _goals(moment, self.shapes)
+        paths = [path for camera in self.shapes.cameras for path in moment.get(camera, ())]
+        paths += [moment[goal] for goal in goals if self.fields["subgoal"]]
         sizes = [file_size(path, "image") for path in paths]
-        longest = max(self.history_lengths[file_number], moment.history_length)
+        self._found |= {*moment, *(["subgoal"] if goals else [])}
+        longest = max(self.history_lengths[file_number], moment["history_length"])
         self.history_lengths[file_number] = longest
         return sizes
 
@@ -238,9 +180,6 @@ def check_history(
 
     Args:
         longest: per file its name and the steps of its longest one.
-
-    Raises:
-        ValueError: names the longest ones and the steps that are needed.
     """
     short = [(file, length) for file, length in longest if length < shapes.history_length]
     if not short:
@@ -261,37 +200,31 @@ def check_history(
     )
 
 
-def parse_moment(line: bytes, folder: MediaFolder, shapes: DemonstrationShapes) -> Moment:
-    """Parse one line of a JSONL file.
-
-    Args:
-        folder: the file's own, which relative paths start from.
-
-    Raises:
-        BadSampleError: names the fault.
-    """
+def parse_moment(line: bytes, folder: MediaFolder, shapes: DemonstrationShapes) -> dict[str, Any]:
+    """The entries of a line that the policy reads, as `finished_sample` takes them, but its images
+    are paths, relative ones in the folder; and its steps, read or not, as `history_length`."""
     # Non-finite numbers are refused below, with the name of their entry.
     record = parse_object(line, "'state', images, 'actions' and 'prompt'", finite=False)
     record = {name: value for name, value in record.items() if value is not None}
     _check_names(record, shapes)
     states = number_rows(record, "state", shapes.state_dim)
     observed = shapes.observed(len(states))
-    frames = {
-        name: _paths(record, name, folder, len(states))[observed]
-        for name in shapes.cameras
-        if name in record
-    }
-    actions_NA = None
+    given: dict[str, Any] = {"state": states[observed], "history_length": len(states)}
+    for name in shapes.cameras:
+        if name in record:
+            given[name] = _paths(record, name, folder, len(states))[observed]
     if shapes.chunk_size is not None:
         assert shapes.action_dim is not None, "both are given, or neither"
-        actions_NA = number_rows(record, "actions", shapes.action_dim)[: shapes.chunk_size]
-    goals = {
-        goal: _paths(record, goal, folder, 1)[0] for goal in shapes.goals.values() if goal in record
-    }
+        given["actions"] = number_rows(record, "actions", shapes.action_dim)[: shapes.chunk_size]
+    given |= {goal: _paths(record, goal, folder, 1)[0] for goal in _goals(record, shapes)}
     texts = ("prompt", *OPTIONAL_TEXTS)
-    words: dict[str, Any] = {name: text_entry(record, name) for name in texts if name in record}
-    words |= {name: number_entry(record, name) for name in NUMBER_TYPES if name in record}
-    return Moment(states[observed], actions_NA, frames, goals, words, len(states))
+    given |= {name: text_entry(record, name) for name in texts if name in record}
+    return given | {name: number_entry(record, name) for name in NUMBER_TYPES if name in record}
+
+
+def _goals(given: Mapping[str, Any], shapes: DemonstrationShapes) -> list[str]:
+    """The goal images among entries."""
+    return [goal for camera, goal in shapes.goals.items() if goal in given and goal != camera]
 
 
 def _check_names(record: Mapping[str, Any], shapes: DemonstrationShapes) -> None:

@@ -2,7 +2,8 @@
 
 A frame of the dataset is a moment: its past is read `history_interval` steps back at a time, its
 chunk ahead, at the rate of the mixture. Between two frames of the dataset lies the nearer of them,
-or a blend of both.
+or a blend of both. A ValueError names a dataset or feature that does not fit; a BadSampleError says
+`folder: episode, frame: reason` of a moment that cannot be read.
 
 Source: OpenTau's datasets, with their optional columns (`response`, `memory`, `mistake`), entries
 of episodes (`quality`, `segments`, `success`) and speed percentiles; and the language columns of
@@ -57,12 +58,7 @@ class RobotDataset:
     def __init__(
         self, config: RobotDatasetConfig, mixture: DatasetMixtureConfig, shapes: DemonstrationShapes
     ):
-        """Open the dataset and check that it has what the policy reads.
-
-        Raises:
-            RuntimeError: it is not there, or damaged.
-            ValueError: it lacks a feature, or one has another size; names dataset and feature.
-        """
+        """Open the dataset and check that it has what the policy reads."""
         self.config, self.mixture, self.shapes = config, mixture, shapes
         root = config.root
         if root is None:
@@ -125,9 +121,6 @@ class RobotDataset:
     def motion(self, number: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Real frames of the state `[at most F, S]` float32, and real steps of the actions
         `[at most C, A]` or None.
-
-        Raises:
-            BadSampleError: they cannot be read, or are not finite.
         """
         episode, row = self.data.locate(number)
         is_linear = self.mixture.vector_resample_strategy == "linear"
@@ -152,9 +145,6 @@ class RobotDataset:
             names: the optional fields to read.
             rng: draws the goal frame, then the text of the prompt.
             substitutes: replace prompts by the dataset's `prompt_substitutions`.
-
-        Raises:
-            BadSampleError: it cannot be read; says `folder: episode, frame: reason`.
         """
         episode, row = self.data.locate(number)
         goal, draw = self._goal(episode, row, rng), rng.random()
@@ -180,11 +170,7 @@ class RobotDataset:
         return given
 
     def statistics(self) -> dict[str, FeatureStatistics]:
-        """Statistics of `state` and `actions` as samples have them, but differences to the state.
-
-        Raises:
-            ValueError: the dataset has none of a feature.
-        """
+        """Of `state` and `actions` as samples have them, but differences to the state."""
         file = self.config.stats
         found = statistics(self.data.metadata) if file is None else read_statistics(Path(file))
         chosen = {"state": self.config.state_index, "actions": self.config.action_index}

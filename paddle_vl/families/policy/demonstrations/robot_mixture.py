@@ -21,6 +21,7 @@ from paddle_vl.families.policy.demonstrations.sample import (
     OPTIONAL_FIELDS,
     Demonstration,
     DemonstrationShapes,
+    DemonstrationSource,
     Stream,
     chosen_fields,
     finished_sample,
@@ -32,12 +33,11 @@ from paddle_vl.families.policy.robot_settings import DatasetMixtureConfig
 logger = logging.getLogger(__name__)
 
 
-class RobotDemonstrations:
+class RobotDemonstrations(DemonstrationSource):
     """A source of demonstrations from LeRobot datasets.
 
     Attributes:
         mixture, datasets: the settings, and the datasets in their order.
-        shapes, fields, group_names, files, contents: see `DemonstrationSource`.
         on_bad_sample: as of `DemonstrationsDataset`; episodes without a file are found on opening.
         weights: sums of the shares of the datasets up to each, of which samples are drawn; None to
             have every frame once.
@@ -62,11 +62,6 @@ class RobotDemonstrations:
             group_names: a policy's `dataset_names`; None for the groups of the datasets.
             seed: of all draws.
             groups: other groups than the robot type and control mode say, by dataset.
-
-        Raises:
-            BadSampleError: with "fail", a file of an episode does not exist.
-            RuntimeError, ValueError: a dataset cannot be read, or does not fit the policy.
-            ValueError: the group of a dataset is none of the names.
         """
         self.mixture, self.shapes = mixture, shapes
         datasets = [RobotDataset(config, mixture, shapes) for config in mixture.datasets]
@@ -97,17 +92,12 @@ class RobotDemonstrations:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def __getitem__(self, number: int) -> Demonstration:
-        """A complete sample, see `demonstration`."""
-        return self.demonstration(number)
-
     def check_history(self) -> None:
-        """See `check_history`; steps are those of the mixture's rate."""
+        """Steps are those of the mixture's rate."""
         longest = [(each.config.label, each.longest_history) for each in self.datasets]
         check_history(self.shapes, longest, "episodes")
 
     def in_epoch(self, epoch: int) -> "RobotDemonstrations":
-        """The same source, with that epoch's draws."""
         view = copy.copy(self)
         view.epoch = epoch
         return view
@@ -157,11 +147,6 @@ class RobotDemonstrations:
     def demonstration(
         self, number: int, *, with_history: bool = True, with_subgoals: bool = True
     ) -> Demonstration:
-        """A sample; without history, past frames are black and not read.
-
-        Raises:
-            BadSampleError: the sample cannot be used; says `folder: episode, frame: reason`.
-        """
         dataset, frame, group = self._located(number)
         given = dataset.moment(
             frame,
@@ -174,7 +159,6 @@ class RobotDemonstrations:
         return finished_sample(given | {"dataset_index": group}, self.shapes, self.fields)
 
     def motion(self, number: int) -> tuple[np.ndarray, np.ndarray | None, int]:
-        """State, actions and group of a sample, see `DemonstrationSource`."""
         dataset, frame, group = self._located(number)
         with dataset.data.at_place(frame):
             return *dataset.motion(frame), group
@@ -185,9 +169,6 @@ class RobotDemonstrations:
 
         Args:
             needs_quantiles: warn of quantiles that lerobot wrote, which are approximate.
-
-        Raises:
-            ValueError: a dataset has no statistics, or a group no dataset.
         """
         members: dict[int, list[tuple[dict[str, FeatureStatistics], int]]] = {}
         for place, (dataset, group) in enumerate(zip(self.datasets, self._groups, strict=True)):
@@ -220,7 +201,6 @@ class RobotDemonstrations:
 
     @property
     def fingerprint(self) -> int:
-        """Hash of what determines the samples."""
         shares = () if self.weights is None else self.weights.tolist()
         numbers = [xxh3_64(numbers.tobytes()).intdigest() for numbers in self._numbers]
         hashes = [content[1:] for content in self.contents]

@@ -35,14 +35,14 @@ Source: the drops of OpenTau's dataset mixture. Its `subgoal_end_of_segment_prob
 goal frame in an episode, is left to the source of the demonstrations.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from paddle_vl.data.samples import SampleSource
 from paddle_vl.families.policy.features import DropProbabilities, ImageTransforms
 
 Demonstration = dict[str, Any]
@@ -63,13 +63,8 @@ class DemonstrationShapes:
     """Cameras and sizes that a policy needs, from its configuration.
 
     Attributes:
-        cameras: names of the cameras.
         image_size: (height, width) of images, `resize_imgs_with_padding`.
-        state_dim: S.
-        n_obs_steps: F.
         chunk_size, action_dim: C and A; None if no actions are needed, as for the planner.
-        history_interval: steps of the data between two frames of an observation.
-        empty_cameras: most cameras that a sample may lack.
     """
 
     cameras: tuple[str, ...]
@@ -88,13 +83,8 @@ class DemonstrationShapes:
         return (self.n_obs_steps - 1) * self.history_interval + 1
 
     def observed(self, num_steps: int) -> slice:
-        """The frames of an observation among `num_steps` consecutive steps, the last the current.
-
-        They are `history_interval` steps apart and end with the current one; at most `n_obs_steps`,
-        fewer if the steps do not reach back far enough.
-
-        Example: 6 steps with `n_obs_steps` 4 and `history_interval` 2 give the steps 1, 3 and 5;
-        the frame at step -1 lies before the episode.
+        """The frames of an observation among `num_steps` consecutive steps: `history_interval`
+        apart, the last the current one; fewer than `n_obs_steps` if these do not reach back far.
 
         Source: the delta timestamps of OpenTau's data sets, -(F - 1 - i) * history_interval steps
         for frame i, and the observation buffer of its `select_action`.
@@ -109,56 +99,57 @@ class DemonstrationShapes:
         return {camera: camera.replace("camera", "subgoal") for camera in self.cameras}
 
 
-class DemonstrationSource(SampleSource, Protocol):
-    """A source of demonstrations: files or a formula. It may have `in_epoch(epoch)`, the
-    same source with the draws of that epoch.
+class DemonstrationSource(ABC):
+    """A `paddle_vl.data.samples.SampleSource` of demonstrations: files or a formula.
 
     Attributes:
         shapes: of the samples.
         fields: whether samples have each of `OPTIONAL_FIELDS`.
         group_names: of the groups, in the order of `dataset_index`.
-        files: of the samples; none for a formula.
-        contents: see `paddle_vl.data.samples.SampleSource`; none of a formula.
     """
 
     shapes: DemonstrationShapes
     fields: dict[str, bool]
     group_names: tuple[str, ...]
 
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
     def place(self, number: int) -> str:
         """Origin of a sample for messages: `file:line`, or its number."""
-        ...
 
+    def __getitem__(self, number: int) -> Demonstration:
+        return self.demonstration(number)
+
+    def in_epoch(self, epoch: int) -> "DemonstrationSource":
+        """The same source, with the draws of that epoch."""
+        return self
+
+    @abstractmethod
     def demonstration(
         self, number: int, *, with_history: bool = True, with_subgoals: bool = True
     ) -> Demonstration:
-        """A sample; without history or subgoals, these may be absent from it.
+        """A sample; without history, past frames are black, and without subgoals absent, and they
+        are not read.
 
         Raises:
             BadSampleError: the sample cannot be used; says `file:line: reason`.
         """
-        ...
 
+    @abstractmethod
     def check_history(self) -> None:
-        """
-        Raises:
-            ValueError: no sample can fill an observation.
-        """
-        ...
+        """Refuse samples of which none can fill an observation, see `dataset.check_history`."""
 
+    @abstractmethod
     def motion(self, number: int) -> tuple[np.ndarray, np.ndarray | None, int]:
         """Real frames of the state `[at most F, S]`, real steps of the actions `[at most C, A]` or
         None, and the `dataset_index`. Reads no images.
         """
-        ...
 
 
 def chosen_fields(names: Sequence[str], shapes: DemonstrationShapes) -> dict[str, bool]:
-    """Whether each optional field is among the names.
-
-    Raises:
-        ValueError: an unknown name, or goal images for cameras not named `camera...`.
-    """
+    """Whether each optional field is among the names, which are checked."""
     if unknown := sorted(set(names) - set(OPTIONAL_FIELDS)):
         raise ValueError(
             f"fields {unknown} are not known; choose from {', '.join(OPTIONAL_FIELDS)}"
@@ -230,8 +221,7 @@ def _front_padded(frames: np.ndarray, num_frames: int) -> np.ndarray:
 
 
 def collate_demonstrations(samples: Sequence[Demonstration]) -> dict[str, Any]:
-    """A raw batch: texts as lists, arrays and numbers stacked; the samples have the entries
-    of one source."""
+    """A raw batch of samples of one source: texts as lists, arrays and numbers stacked."""
     return {
         name: [sample[name] for sample in samples]
         if isinstance(value, str)
@@ -253,11 +243,7 @@ class Stream(IntEnum):
 
 
 def sample_rng(seed: int, stream: Stream, *place: int) -> np.random.Generator:
-    """The random generator of one sample for one purpose.
-
-    Args:
-        place: epoch and sample number, or other numbers that identify the sample.
-    """
+    """The random generator of one purpose and place: epoch and sample, or the like."""
     # A spawn key, since entropy [seed, epoch] equals [seed, epoch, 0], which draws the sample
     # order.
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(stream, *place)))
@@ -265,12 +251,7 @@ def sample_rng(seed: int, stream: Stream, *place: int) -> np.random.Generator:
 
 @dataclass(frozen=True)
 class FlowDraws:
-    """Draws noise, time and delay of a sample for the flow loss.
-
-    Attributes:
-        chunk_size, max_action_dim: shape of the noise, as of the model's actions.
-        max_delay: most actions of a chunk that are already given.
-    """
+    """Draws noise, time and delay of a sample for the flow loss, see the policy's configuration."""
 
     chunk_size: int
     max_action_dim: int
@@ -298,12 +279,7 @@ NO_DROPS = DropProbabilities(**dict.fromkeys(DropProbabilities.model_fields, 0.0
 
 
 class Drops(NamedTuple):
-    """What to drop from a sample.
-
-    Attributes:
-        response: applies only if the sample keeps its goal images.
-        metadata: names of fields.
-    """
+    """What to drop from a sample; the response only if it keeps its goal images."""
 
     subgoal: bool
     history: bool
@@ -328,21 +304,14 @@ def draw_drops(probabilities: DropProbabilities, rng: np.random.Generator) -> Dr
     )
 
 
-def drop_fields(sample: Demonstration, drops: Drops, shapes: DemonstrationShapes) -> Demonstration:
-    """The sample with dropped fields marked as absent; entries and shapes stay."""
+def drop_fields(sample: Demonstration, drops: Drops) -> Demonstration:
+    """The sample, read without a dropped past and goals, with all dropped fields marked as absent;
+    entries and shapes stay."""
     sample = dict(sample)
     has_goal = "subgoal_is_pad" in sample and not sample["subgoal_is_pad"]
-    if has_goal and drops.subgoal:
-        for goal in shapes.goals.values():
-            sample[goal] = np.zeros_like(sample[goal])
-        sample["subgoal_is_pad"] = np.bool_(True)
     if drops.history:
-        for camera in shapes.cameras:
-            frames = np.zeros_like(sample[camera])
-            frames[-1] = sample[camera][-1]
-            sample[camera] = frames
         sample["obs_history_is_pad"] = np.ones_like(sample["obs_history_is_pad"])
-    if has_goal and not drops.subgoal and drops.response and "response" in sample:
+    if has_goal and drops.response and "response" in sample:
         sample["response"] = ""
     for name in drops.metadata & sample.keys():
         if name in NUMBER_TYPES:
@@ -362,15 +331,11 @@ def _of_source(name: str) -> Any:
 class DrawnDemonstrations:
     """Samples of a source with the drops, image changes and flow draws of one epoch.
 
-    The loader gets the view of an epoch from `in_epoch`. For evaluation leave out `probabilities`
-    and `transforms`: nothing is dropped or changed, and since every evaluation is epoch 0, its
-    draws are always the same.
+    For evaluation leave out `probabilities` and `transforms`: nothing is dropped or changed, and
+    since every evaluation is epoch 0, its draws are always the same.
 
     Attributes:
-        probabilities: of the drops.
         flow: draws for the flow loss; None for none, as for the planner.
-        seed: of all draws.
-        transforms: changes of the cameras' images; None for none.
     """
 
     source: DemonstrationSource
@@ -381,26 +346,18 @@ class DrawnDemonstrations:
     transforms: ImageTransforms | None = None
 
     def in_epoch(self, epoch: int) -> "DrawnDemonstrations":
-        """The same samples, with that epoch's draws."""
-        of_epoch = getattr(self.source, "in_epoch", None)
-        source = self.source if of_epoch is None else of_epoch(epoch)
-        return replace(self, epoch=epoch, source=source)
+        return replace(self, epoch=epoch, source=self.source.in_epoch(epoch))
 
     def __len__(self) -> int:
         return len(self.source)
 
     def __getitem__(self, number: int) -> Demonstration:
-        """A sample.
-
-        Raises:
-            BadSampleError: the sample cannot be used; says `file:line: reason`.
-        """
         place = (self.epoch, number)
         drops = draw_drops(self.probabilities, sample_rng(self.seed, Stream.DROPS, *place))
         sample = self.source.demonstration(
             number, with_history=not drops.history, with_subgoals=not drops.subgoal
         )
-        sample = drop_fields(sample, drops, self.shapes)
+        sample = drop_fields(sample, drops)
         if self.transforms is not None:
             from paddle_vl.families.policy.image_transforms import transformed
 

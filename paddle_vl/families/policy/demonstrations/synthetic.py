@@ -17,6 +17,7 @@ from paddle_vl.families.policy.demonstrations.sample import (
     OPTIONAL_FIELDS,
     Demonstration,
     DemonstrationShapes,
+    DemonstrationSource,
     Stream,
     chosen_fields,
     finished_sample,
@@ -47,12 +48,8 @@ class _Episode(NamedTuple):
         return self.target + (self.start - self.target) * left
 
 
-class SyntheticDemonstrations:
-    """A source of demonstrations without files (`data.synthetic_samples`).
-
-    Attributes:
-        shapes, fields, group_names: see `DemonstrationSource`.
-    """
+class SyntheticDemonstrations(DemonstrationSource):
+    """A source of demonstrations without files (`data.synthetic_samples`)."""
 
     on_bad_sample = "fail"
     files: Sequence[Path] = ()
@@ -66,15 +63,10 @@ class SyntheticDemonstrations:
         seed: int = 0,
         group_names: Sequence[str] = ("arm::joint",),
     ):
-        """Samples are computed when they are read.
-
+        """
         Args:
             fields: the optional fields of every sample; none is ever absent.
-            seed: of the content.
             group_names: `robot::control mode`; episodes take them in turn.
-
-        Raises:
-            ValueError: unknown fields, or a group with another form of name.
         """
         if wrong := [name for name in group_names if name.count("::") != 1] or not group_names:
             raise ValueError(f"groups are {wrong or 'none'}; name them 'robot::control mode'")
@@ -89,16 +81,12 @@ class SyntheticDemonstrations:
     def __len__(self) -> int:
         return self.num_samples
 
-    def __getitem__(self, number: int) -> Demonstration:
-        return self.demonstration(number)
-
     def place(self, number: int) -> str:
         return f"made-up demonstration {number}"
 
     def demonstration(
         self, number: int, *, with_history: bool = True, with_subgoals: bool = True
     ) -> Demonstration:
-        """A sample; without history, past frames are black."""
         episode, steps = self._episode(number), self._frames(number)
         given = episode.words | {"past_memory": episode.words["next_memory"]}
         if number % EPISODE_LENGTH == 0:
@@ -113,7 +101,6 @@ class SyntheticDemonstrations:
         return finished_sample(given, self.shapes, self.fields)
 
     def motion(self, number: int) -> tuple[np.ndarray, np.ndarray | None, int]:
-        """State, actions and group of a sample, see `DemonstrationSource`."""
         episode, steps = self._episode(number), self._frames(number)
         state = episode.at(steps)[:, : self.shapes.state_dim].astype(np.float32)
         actions = None
@@ -126,7 +113,6 @@ class SyntheticDemonstrations:
 
     @property
     def fingerprint(self) -> int:
-        """Checksum of everything that determines the samples."""
         settings = [self.num_samples, self.seed, self.shapes, self.fields, self.group_names]
         if self.shapes.history_interval > 1:
             settings.append(self.shapes.history_interval)

@@ -4,19 +4,19 @@ Methods import the modules for files and adapters themselves, to keep the model'
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 import paddle
-from paddle import Tensor, nn
+from paddle import nn
 
 from paddle_vl.checkpoint.reading import Materializable, MaterializeStep
 from paddle_vl.checkpoint.rules import StoredParameter, place_parameters
 from paddle_vl.families.hf_interface import AdaptableModel, SizedModel, loads_like_hf
 from paddle_vl.families.vlm.modeling.config import EMBEDDING_KEY, HEAD_KEY, VLConfig
-from paddle_vl.nn.linear import default_dtype, separate
+from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement
 
 if TYPE_CHECKING:
@@ -248,23 +248,11 @@ class PretrainedVLModel(SizedModel, AdaptableModel, Materializable, nn.Layer):
         rules = self.checkpoint_map.checkpoint_rules(self.config)
         return place_parameters(self.named_parameters(), rules, self.placement.parameter_table)
 
-    def hf_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's parameters under their HF keys, fused ones under the key of each linear."""
-        return ((item.key, item.parameter) for item in self.stored_parameters())
-
-    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Full shapes of all parameters of the model, on all ranks, by HF key."""
-        return {item.key: item.stored_shape for item in self.whole().stored_parameters()}
-
     def hf_state_dict(self) -> dict[str, np.ndarray]:
         """All weights as arrays under their HF keys, in HF's layout."""
         from paddle_vl.checkpoint.writing import parameter_array
 
         return {item.key: parameter_array(item) for item in self.stored_parameters()}
-
-    def separate(self, weights: Iterable[Tensor]) -> None:
-        """Give the linears of some fused weights a weight each, see `paddle_vl.nn.linear`."""
-        separate(self, weights, self.placement.layers.separate_projections)
 
     def whole(self: Model) -> Model:
         """The full model without storage; the model itself if it is not split over ranks."""

@@ -71,49 +71,44 @@ class VLFlops(FlopCounter):
     @classmethod
     def decoder_layer(cls, operations: Operations, text: Any, number: int, rows: bool) -> bool:
         """Count a decoder layer: whether gradients flow into its rows, and out of them."""
-        layer, width = f"model.language_model.layers.{number}", text.hidden_size
-        normed = operations.norm(f"{layer}.input_layernorm", rows)
-        rows |= cls.mixer(operations, text, number, layer, normed)
-        normed = operations.norm(f"{layer}.post_attention_layernorm", rows)
-        module = f"{layer}.mlp"
+        layer = operations.at("tokens", f"model.language_model.layers.{number}")
+        width = text.hidden_size
+        rows |= cls.mixer(layer, text, number, layer.norm("input_layernorm", rows))
+        normed = layer.norm("post_attention_layernorm", rows)
         if not text.has_experts(number):
-            return rows | _mlp(operations, module, width, text.intermediate_size, normed)
+            return rows | layer.mlp("mlp", width, text.intermediate_size, normed)
         size = text.num_experts_per_tok * width * text.moe_intermediate_size
-        rows |= operations.linear("tokens", f"{module}.gate", width, text.num_experts, normed)
-        hidden = operations.matrix("tokens", f"{module}.experts.gate_up_proj", 2 * size, normed)
-        rows |= operations.matrix("tokens", f"{module}.experts.down_proj", size, hidden)
+        rows |= layer.linear("mlp.gate", width, text.num_experts, normed)
+        hidden = layer.matrix("mlp.experts.gate_up_proj", 2 * size, normed)
+        rows |= layer.matrix("mlp.experts.down_proj", size, hidden)
         if inner := getattr(text, "shared_expert_intermediate_size", 0):
-            rows |= _mlp(operations, f"{module}.shared_expert", width, inner, normed)
-            rows |= operations.linear("tokens", f"{module}.shared_expert_gate", width, 1, normed)
+            rows |= layer.mlp("mlp.shared_expert", width, inner, normed)
+            rows |= layer.linear("mlp.shared_expert_gate", width, 1, normed)
         return rows
 
     @classmethod
-    def mixer(
-        cls, operations: Operations, text: Any, number: int, layer: str, normed: bool
-    ) -> bool:
+    def mixer(cls, layer: Operations, text: Any, number: int, normed: bool) -> bool:
         """Count attention, or what a family has in its place in that layer."""
-        return attention(operations, text, f"{layer}.self_attn", normed)
+        return attention(layer, text, normed)
 
     def _walk(self, has_visual: bool) -> Operations:
-        operations = Operations(self._trained, self._ranks)
+        operations, text = Operations(self._trained, self._ranks), self.config.text_config
         merged, levels = _tower(operations, self.config)
         rows = operations.trains(_EMBEDDING) or (has_visual and merged)
-        for layer in range(self.config.text_config.num_hidden_layers):
-            rows = self.decoder_layer(operations, self.config.text_config, layer, rows)
+        for layer in range(text.num_hidden_layers):
+            rows = self.decoder_layer(operations, text, layer, rows)
             if has_visual and layer < len(levels):
                 rows |= levels[layer]
-        rows = operations.norm("model.language_model.norm", rows)
-        text = self.config.text_config
+        head = operations.at("predictions")
+        rows = head.norm("model.language_model.norm", rows)
         if self.config.tie_word_embeddings:
-            operations.matrix("predictions", _EMBEDDING, text.hidden_size * text.vocab_size, rows)
+            head.matrix(_EMBEDDING, text.hidden_size * text.vocab_size, rows)
         else:
-            operations.linear("predictions", "lm_head", text.hidden_size, text.vocab_size, rows)
+            head.linear("lm_head", text.hidden_size, text.vocab_size, rows)
         return operations
 
 
-def attention(
-    operations: Operations, text: Any, module: str, normed: bool, query_parts: int = 1
-) -> bool:
+def attention(layer: Operations, text: Any, normed: bool, query_parts: int = 1) -> bool:
     """Count grouped-query attention.
 
     Args:
@@ -121,19 +116,12 @@ def attention(
     """
     width, queries = text.hidden_size, text.num_attention_heads * text.head_dim
     keys = text.num_key_value_heads * text.head_dim
-    q = operations.linear("tokens", f"{module}.q_proj", width, query_parts * queries, normed)
-    k = operations.linear("tokens", f"{module}.k_proj", width, keys, normed)
-    v = operations.linear("tokens", f"{module}.v_proj", width, keys, normed)
-    q = operations.norm(f"{module}.q_norm", q)
-    k = operations.norm(f"{module}.k_norm", k)
-    seen = operations.attention("token_pairs", queries, q, k, v)
-    return operations.linear("tokens", f"{module}.o_proj", queries, width, seen)
-
-
-def _mlp(operations: Operations, module: str, width: int, inner: int, normed: bool) -> bool:
-    gate = operations.linear("tokens", f"{module}.gate_proj", width, inner, normed)
-    up = operations.linear("tokens", f"{module}.up_proj", width, inner, normed)
-    return operations.linear("tokens", f"{module}.down_proj", inner, width, gate or up)
+    q = layer.linear("self_attn.q_proj", width, query_parts * queries, normed)
+    k = layer.norm("self_attn.k_norm", layer.linear("self_attn.k_proj", width, keys, normed))
+    v = layer.linear("self_attn.v_proj", width, keys, normed)
+    q = layer.norm("self_attn.q_norm", q)
+    seen = layer.attention("token_pairs", queries, q, k, v)
+    return layer.linear("self_attn.o_proj", queries, width, seen)
 
 
 def _grids(batch: Mapping[str, Any]) -> np.ndarray:
@@ -145,33 +133,26 @@ def _grids(batch: Mapping[str, Any]) -> np.ndarray:
 
 def _tower(operations: Operations, config: Any) -> tuple[bool, list[bool]]:
     """Count the tower; returns whether gradients reach its output and each deepstack level."""
-    vision, root = config.vision_config, "model.visual"
+    vision, tower = config.vision_config, operations.at("patches", "model.visual")
     width, inner = vision.hidden_size, vision.intermediate_size
-    rows = operations.linear("patches", f"{root}.patch_embed.proj", vision.patch_dim, width, False)
-    rows |= operations.trains(f"{root}.pos_embed.weight")
+    rows = tower.linear("patch_embed.proj", vision.patch_dim, width, False)
+    rows |= tower.trains("pos_embed.weight")
     levels = [False] * len(vision.deepstack_visual_indexes)
     for i in range(vision.depth):
-        block = f"{root}.blocks.{i}"
-        normed = operations.norm(f"{block}.norm1", rows)
-        qkv = operations.linear("patches", f"{block}.attn.qkv", width, 3 * width, normed)
-        seen = operations.attention("patch_pairs", width, qkv, qkv, qkv)
-        rows |= operations.linear("patches", f"{block}.attn.proj", width, width, seen)
-        hidden = operations.norm(f"{block}.norm2", rows)
-        hidden = operations.linear("patches", f"{block}.mlp.linear_fc1", width, inner, hidden)
-        rows |= operations.linear("patches", f"{block}.mlp.linear_fc2", inner, width, hidden)
+        block = operations.at("patches", f"model.visual.blocks.{i}")
+        qkv = block.linear("attn.qkv", width, 3 * width, block.norm("norm1", rows))
+        seen = block.attention("patch_pairs", width, qkv, qkv, qkv)
+        rows |= block.linear("attn.proj", width, width, seen)
+        hidden = block.linear("mlp.linear_fc1", width, inner, block.norm("norm2", rows))
+        rows |= block.linear("mlp.linear_fc2", inner, width, hidden)
         if i in vision.deepstack_visual_indexes:
             level = vision.deepstack_visual_indexes.index(i)
-            levels[level] = _merger(
-                operations, config, f"{root}.deepstack_merger_list.{level}", rows
-            )
-    return _merger(operations, config, f"{root}.merger", rows), levels
+            levels[level] = _merger(operations, vision, f"deepstack_merger_list.{level}", rows)
+    return _merger(operations, vision, "merger", rows), levels
 
 
-def _merger(operations: Operations, config: Any, module: str, rows: bool) -> bool:
-    vision = config.vision_config
+def _merger(operations: Operations, vision: Any, name: str, rows: bool) -> bool:
+    merger = operations.at("merged_rows", f"model.visual.{name}")
     block = vision.hidden_size * vision.spatial_merge_size**2
-    rows = operations.norm(f"{module}.norm", rows)
-    rows = operations.linear("merged_rows", f"{module}.linear_fc1", block, block, rows)
-    return operations.linear(
-        "merged_rows", f"{module}.linear_fc2", block, vision.out_hidden_size, rows
-    )
+    rows = merger.linear("linear_fc1", block, block, merger.norm("norm", rows))
+    return merger.linear("linear_fc2", block, vision.out_hidden_size, rows)

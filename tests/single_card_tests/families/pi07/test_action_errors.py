@@ -16,7 +16,7 @@ from paddle_vl.config.load import load_run_config
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
 from paddle_vl.families.pi07.recipe import EVALUATION_SEED, flow_draws, sample_shapes
 from paddle_vl.families.policy.action_errors import ActionErrors
-from paddle_vl.families.policy.demonstrations.dataset import DemonstrationsDataset, present_fields
+from paddle_vl.families.policy.demonstrations.dataset import DemonstrationsDataset
 from paddle_vl.families.policy.demonstrations.sample import (
     NO_DROPS,
     DrawnDemonstrations,
@@ -83,7 +83,7 @@ def test_a_run_the_command_and_the_policy_agree(run, capsys):
     assert {key.partition("/")[2] for key in found} == {"0", "1", "2", "3", "gripper"}
     policy = PI07LowLevelPolicy.from_pretrained(run / "final")
     data, shapes = run.with_name("few.jsonl"), sample_shapes(policy.config)
-    source = DemonstrationsDataset([data], shapes, present_fields([data], shapes))
+    source = DemonstrationsDataset([data], shapes, None)
     samples = DrawnDemonstrations(source, NO_DROPS, flow_draws(policy.config), EVALUATION_SEED)
     errors = []
     for number in range(5):

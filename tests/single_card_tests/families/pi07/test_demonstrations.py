@@ -1,22 +1,11 @@
 """Demonstrations in JSONL files.
 
-Guarantees: a line becomes the documented sample, padded and marked at both ends of an episode;
-every sample has exactly the configured fields; every error names file and line, the value and what
-is needed, and can be skipped; images are fitted into the image size; each group's files become its
-rows; samples of a source survive writing and reading; a pickled dataset is the same.
-
-Which past frames a demonstration's observation has.
-
-Guarantees: the frames of a line are the original's, `history_interval` steps apart, equal to what
-the policy sees when it acts, for every step of an episode; made-up demonstrations have the same;
-data in which no line reaches back far enough for `n_obs_steps` is refused with both numbers, and a
-file of others is named.
-
-Demonstrations that lack cameras.
-
-Guarantees: a line may lack up to `empty_cameras` cameras, which become black and masked, and more
-are refused with both numbers; all samples have the same entries, whichever cameras they have; a
-sample written again lacks the same.
+Guarantees: a line becomes the documented sample, padded and marked at both ends of an episode, with
+exactly the configured fields; past frames are the original's, `history_interval` steps apart, equal
+to what the policy sees when it acts; data that never fill an observation are refused with both
+numbers; a line may lack up to `empty_cameras` cameras, which become black and masked; every error
+names file and line, the value and what is needed, and can be skipped; images are fitted into the
+image size; each group's files become its rows; samples survive writing, reading and pickling.
 """
 
 import logging
@@ -31,7 +20,7 @@ import make_demonstrations
 from make_demonstrations import write_demonstrations
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.policy.acting import ObservationHistory
-from paddle_vl.families.policy.demonstrations.dataset import DemonstrationsDataset, present_fields
+from paddle_vl.families.policy.demonstrations.dataset import DemonstrationsDataset
 from paddle_vl.families.policy.demonstrations.sample import OPTIONAL_FIELDS, DemonstrationShapes
 from paddle_vl.families.policy.demonstrations.synthetic import (
     EPISODE_LENGTH,
@@ -116,11 +105,13 @@ def test_fields_are_those_of_the_configuration_whatever_a_line_has(tmp_path):
 
 def test_fields_that_any_line_has_are_found(tmp_path):
     one = write_lines(tmp_path / "1.jsonl", line(tmp_path, speed=0), line(tmp_path, fps=None))
+    save_image(tmp_path / "g.png")
     two = write_lines(tmp_path / "2.jsonl", "no JSON", line(tmp_path, subgoal1="g.png"))
-    assert present_fields([one], SHAPES) == ["speed"]
-    assert present_fields([one, two], SHAPES) == ["speed", "subgoal"]
-    with pytest.raises(RuntimeError, match=r"no data file .*3\.jsonl"):
-        present_fields([tmp_path / "3.jsonl"], SHAPES)
+    for files, names in (([one], ["speed"]), ([one, two], ["speed", "subgoal"])):
+        dataset = DemonstrationsDataset(files, SHAPES, None, on_bad_sample="skip")
+        named = DemonstrationsDataset(files, SHAPES, names, on_bad_sample="skip")
+        assert [name for name, there in dataset.fields.items() if there] == names
+        assert dataset.fingerprint == named.fingerprint
 
 
 def test_without_actions_none_are_needed(tmp_path):
@@ -216,6 +207,9 @@ def test_settings_that_cannot_be_are_refused(tmp_path):
     wrist = DemonstrationShapes(("wrist",), (8, 8), 2)
     with pytest.raises(ValueError, match=r"\['wrist'\] can have no goal images"):
         DemonstrationsDataset([path], wrist, ["subgoal"])
+    images = line(tmp_path)["camera0"]
+    path = write_lines(tmp_path / "w.jsonl", line(tmp_path, wrist=images))
+    assert not any(DemonstrationsDataset([path], wrist, None).fields.values())
 
 
 def test_a_pickled_dataset_is_the_same(tmp_path):

@@ -1,20 +1,10 @@
-"""Random draws per sample in the loader's stream.
+"""Random draws per sample: drops of optional fields, the flow's draws, synthetic demonstrations.
 
-Guarantees: drops and draws of a sample are the same on every rank, in every batch and worker, and
-after resuming; they differ between epochs and seeds; evaluations repeat theirs; drops do not change
-the flow's draws; dropped images are not read; workers load no Paddle.
-
-Drops of optional fields in training, and the flow's draws.
-
-Guarantees: each drop equals OpenTau's; each has its probability and is independent of the others;
-the response is dropped only where goals remain; fps, memory and group are never dropped;
-probabilities outside [0, 1] are refused; times, delays and noise have their distributions.
-
-Synthetic demonstrations and their batches.
-
-Guarantees: samples follow from seed and number; all optional fields vary; actions need both state
-and colour, neither alone predicts them; both ends of an episode are padded; batches have the fields
-of their samples; a policy takes the batches.
+Guarantees: draws of a sample are the same on every rank, in every batch and worker, and after
+resuming; they differ between epochs and seeds, and evaluations repeat theirs; each drop equals
+OpenTau's, has its probability and is independent of the others and of the flow's draws; dropped
+images are not read; the response is dropped only where goals remain; times, delays and noise have
+their distributions; actions of synthetic demonstrations need both state and colour.
 """
 
 import itertools
@@ -31,7 +21,6 @@ from paddle_vl.families.policy.demonstrations.sample import (
     DROPPED_METADATA,
     NO_DROPS,
     OPTIONAL_FIELDS,
-    DemonstrationShapes,
     DrawnDemonstrations,
     DropProbabilities,
     Drops,
@@ -43,7 +32,6 @@ from paddle_vl.families.policy.demonstrations.sample import (
     sample_rng,
 )
 from paddle_vl.families.policy.demonstrations.synthetic import SyntheticDemonstrations
-from paddle_vl.families.policy.normalize import demonstration_statistics
 from tests.single_card_tests.families.pi07.demonstration_builders import (
     SHAPES,
     line,
@@ -168,21 +156,25 @@ def test_images_that_are_dropped_are_not_read(tmp_path):
 
 
 NOTHING = Drops(False, False, False, frozenset())
-WHOLE = SyntheticDemonstrations(12, SHAPES)[7]
+TWELVE = SyntheticDemonstrations(12, SHAPES)
+WHOLE = TWELVE[7]
 
 
-def changed(drops: Drops, sample: dict = WHOLE) -> set[str]:
+def dropped(drops: Drops) -> dict:
+    options = {"with_history": not drops.history, "with_subgoals": not drops.subgoal}
+    return drop_fields(TWELVE.demonstration(7, **options), drops)
+
+
+def changed(after: dict, sample: dict = WHOLE) -> set[str]:
     """Names of the entries that changed."""
-    after = drop_fields(sample, drops, SHAPES)
     assert after.keys() == sample.keys()
     assert all(np.shape(after[name]) == np.shape(sample[name]) for name in sample)
     return {name for name in sample if not np.array_equal(after[name], sample[name])}
 
 
 def test_history_leaves_the_current_frame_and_the_state():
-    drops = NOTHING._replace(history=True)
-    assert changed(drops) == {"camera0", "camera1", "obs_history_is_pad"}
-    after = drop_fields(WHOLE, drops, SHAPES)
+    after = dropped(NOTHING._replace(history=True))
+    assert changed(after) == {"camera0", "camera1", "obs_history_is_pad"}
     assert after["obs_history_is_pad"].all()
     for camera in SHAPES.cameras:
         assert not after[camera][:-1].any()
@@ -190,33 +182,33 @@ def test_history_leaves_the_current_frame_and_the_state():
 
 
 def test_goals_go_for_all_cameras_and_keep_the_response():
-    drops = NOTHING._replace(subgoal=True, response=True)
-    assert changed(drops) == {"subgoal0", "subgoal1", "subgoal_is_pad"}
-    after = drop_fields(WHOLE, drops, SHAPES)
+    after = dropped(NOTHING._replace(subgoal=True, response=True))
+    assert changed(after) == {"subgoal0", "subgoal1", "subgoal_is_pad"}
     assert after["subgoal_is_pad"]
     assert not after["subgoal0"].any()
 
 
 def test_the_response_goes_only_where_goals_are():
     drops = NOTHING._replace(response=True)
-    assert changed(drops) == {"response"}
-    assert drop_fields(WHOLE, drops, SHAPES)["response"] == ""
-    absent = drop_fields(WHOLE, NOTHING._replace(subgoal=True), SHAPES)
-    assert changed(drops, absent) == set()
+    after = drop_fields(WHOLE, drops)
+    assert changed(after) == {"response"}
+    assert after["response"] == ""
     no_goals = {name: value for name, value in WHOLE.items() if "subgoal" not in name}
-    assert changed(drops, no_goals) == set()
+    assert changed(drop_fields(no_goals, drops), no_goals) == set()
 
 
 @pytest.mark.parametrize("name", DROPPED_METADATA)
 def test_metadata_becomes_absent(name):
     sample = dict(WHOLE) | {"speed": np.int64(30), "mistake": np.bool_(True)}
-    after = drop_fields(sample, NOTHING._replace(metadata=frozenset([name])), SHAPES)
+    after, flag = (
+        drop_fields(sample, NOTHING._replace(metadata=frozenset([name]))),
+        f"{name}_is_pad",
+    )
     if isinstance(sample[name], str):
-        assert changed(NOTHING._replace(metadata=frozenset([name])), sample) == {name}
+        assert changed(after, sample) == {name}
         assert after[name] == ""
     else:
-        flag = f"{name}_is_pad"
-        assert changed(NOTHING._replace(metadata=frozenset([name])), sample) == {name, flag}
+        assert changed(after, sample) == {name, flag}
         assert (after[name], after[flag]) == (0, True)
         assert after[name].dtype == sample[name].dtype
 
@@ -254,7 +246,7 @@ def test_a_probability_that_is_changed_leaves_other_decisions_alone():
 
 def test_no_drops_is_the_sample_as_it_was():
     assert all(drops == NOTHING for drops in drawn(NO_DROPS, 50))
-    assert same(drop_fields(WHOLE, NOTHING, SHAPES), WHOLE)
+    assert same(drop_fields(WHOLE, NOTHING), WHOLE)
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.5])
@@ -347,29 +339,3 @@ def test_batches_hold_what_samples_hold():
     assert (batch["speed"].dtype, batch["speed"].shape) == (np.int64, (2,))
     for row, sample in enumerate(samples):
         assert all(np.array_equal(batch[name][row], sample[name]) for name in sample)
-
-
-def test_a_policy_takes_the_batches():
-    from paddle_vl import PI07LowLevelPolicy
-    from tests.support.pi07_golden import (
-        CharacterTokenizer,
-        FirstValueActionTokenizer,
-        policy_config,
-    )
-
-    config = policy_config()
-    shapes = DemonstrationShapes(
-        ("camera0", "camera1"), (56, 56), 5, config.n_obs_steps, config.chunk_size, 7
-    )
-    source = SyntheticDemonstrations(30, shapes, group_names=("arm::joint", "arm::ee"))
-    statistics = list(demonstration_statistics(source).values())
-    policy = PI07LowLevelPolicy(
-        config, CharacterTokenizer(), FirstValueActionTokenizer(), statistics
-    )
-    inputs = policy.inputs.training_inputs(collate_demonstrations([source[3], source[23]]))
-    np.testing.assert_array_equal(inputs["group_index"], [0, 1])
-    assert inputs["metadata_masks"].any(axis=1).all()
-    assert inputs["response_masks"].any(axis=1).all()
-    assert inputs["subgoal_img_masks"][0].all()
-    assert inputs["actions_is_pad"][1].any()
-    assert inputs["obs_history_is_pad"].shape == (2, config.n_obs_steps)

@@ -3,13 +3,8 @@
 Guarantees: two seeded runs are bit-identical, also with dropout; masked inputs do not change losses
 and actions; every layer runs once and in one order, whatever optional fields a batch has, and empty
 fields change no number; given steps are returned unchanged; each group has its own projections; row
-0 of the token tables gets no gradient; label ids and lengths are checked; `embs` follow the
-layout's order.
-
-The rows of the prefix behind the last layer.
-
-Guarantees: in training the last layer's attention output and MLP run for the rows that the token
-loss reads and no others; losses and every gradient are those of all rows.
+0 of the token tables gets no gradient; label ids and lengths are checked; in training the last
+layer runs for the rows that the token loss reads, with the losses and gradients of all rows.
 """
 
 import numpy as np

@@ -28,7 +28,11 @@ from paddle_vl.parallel.colocated.runner import Leaves
 from paddle_vl.parallel.degrees import ParallelDegrees, TopologyPlan, plan_problems
 from paddle_vl.testing import record_device_copies
 from tests.single_card_tests.families.pi07 import test_planner as planner
-from tests.single_card_tests.families.pi07.test_pi07_stage import gradients_of, ranges
+from tests.single_card_tests.families.pi07.test_pi07_stage import (
+    assert_same_gradients,
+    gradients_of,
+    ranges,
+)
 from tests.support.pi07_golden import golden_batch, golden_model, golden_planner
 from tests.support.pinned import pinned_on_a_cpu
 
@@ -100,19 +104,12 @@ def gradients_of_both(model, loss, full, leaves) -> dict:
     loss.backward()
     if full is not None and not full.stop_gradient:
         paddle.autograd.backward([full], [leaves.gradient()])
-    found = {n: None if p.grad is None else p.grad.numpy() for n, p in model.hf_named_parameters()}
-    model.clear_gradients()
-    return found
+    return gradients_of(model)
 
 
-def assert_same_gradients(found: dict, wanted: dict) -> None:
+def assert_same(found: dict, wanted: dict) -> None:
     """Biases of keys, which a softmax ignores, have rounding noise alone."""
-    assert found.keys() == wanted.keys()
-    for name, gradient in wanted.items():
-        assert (found[name] is None) == (gradient is None), name
-        if gradient is not None:
-            error = np.abs(found[name] - gradient).max()
-            assert error <= 1e-5 * max(np.abs(gradient).max(), 2e-3), name
+    assert_same_gradients(found, wanted, 1e-5, 2e-3)
 
 
 def without_zeros(gradients: dict) -> dict:
@@ -137,7 +134,7 @@ def test_rows_and_stages_are_the_full_policy(name, frozen):
     for term in ("MSE", "CE"):
         np.testing.assert_allclose(losses[term].item(), whole[term].item(), rtol=1e-6)
     found = gradients_of_both(model, losses["MSE"] + 2 * losses["CE"], full, leaves)
-    assert_same_gradients(without_zeros(found), without_zeros(wanted))
+    assert_same(without_zeros(found), without_zeros(wanted))
     tower = [g for n, g in found.items() if "vision_tower" in n]
     if name != "no image" and not frozen:
         assert all(gradient is not None for gradient in tower)
@@ -152,7 +149,7 @@ def test_rows_and_stages_are_the_full_planner(masks):
     wanted = gradients_of(model, whole["CE"])
     losses, full, leaves = colocated_losses(model, [2, 3], batch)
     np.testing.assert_allclose(losses["CE"].item(), whole["CE"].item(), rtol=1e-6)
-    assert_same_gradients(gradients_of_both(model, losses["CE"], full, leaves), wanted)
+    assert_same(gradients_of_both(model, losses["CE"], full, leaves), wanted)
 
 
 def test_masked_images_are_no_items_and_a_padded_past_costs_nothing():

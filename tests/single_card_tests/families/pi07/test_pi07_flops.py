@@ -19,7 +19,7 @@ from paddle_vl.families.pi07.config import Gemma3Config, PI07PlannerConfig, Sigl
 from paddle_vl.families.pi07.decoder import block_mask
 from paddle_vl.families.pi07.flops import PI07Flops
 from paddle_vl.families.pi07.flow import as_tensors
-from paddle_vl.families.pi07.prefix import PLANNER_LABELS, Presence, presence_of
+from paddle_vl.families.pi07.prefix import PLANNER_LABELS, Prefix, Presence, presence_of
 from paddle_vl.families.pi07.settings import PARTS
 from paddle_vl.families.pi07.vision import frames_in_use
 from paddle_vl.nn.attention_masks import HistoryMask
@@ -168,13 +168,6 @@ def check_single_parameters(pattern: str, loss: str, unasked, monkeypatch) -> No
         assert counter(batch) + more == expected, name
 
 
-def test_insulation_keeps_the_flow_out_of_the_prefix():
-    model = golden_model()
-    counter = PI07Flops(model.config, model.label_ids, None, ["MSE"])
-    costs = counter.operations(real_batch()).backward
-    assert {unit for unit, cost in costs.items() if cost} == {"steps", "step_pairs", "cross_pairs"}
-
-
 @pytest.mark.parametrize(
     ("losses", "insulated"), [(("MSE",), False), (("CE",), False), (("CE",), True)]
 )
@@ -194,15 +187,6 @@ def test_insulation_saves_the_gradients_of_keys_and_values_that_are_detached(los
     assert counter(batch) + saved == counts_of(model, batch, monkeypatch, losses)[1]
 
 
-def test_groups_have_projections_of_one_size(monkeypatch):
-    model = golden_model(
-        knowledge_insulation=False, per_group_projection=True, dataset_names=["a", "b"]
-    )
-    batch = real_batch() | {"group_index": np.array([1, 0])}
-    counter = counter_of(model)
-    assert (counter.forward(batch), counter(batch)) == counts_of(model, batch, monkeypatch)
-
-
 def masked_batch() -> dict:
     batch = real_batch()
     batch["lang_masks"][0, 5:] = False
@@ -215,12 +199,18 @@ def masked_batch() -> dict:
     return batch
 
 
-def test_real_tokens_and_pairs_are_those_of_the_models_masks():
-    model, batch = golden_model(), masked_batch()
-    units = PI07Flops(model.config, model.label_ids).units(batch)
-    prefix = model.prefix(as_tensors(batch), presence_of(batch))
+def checked_units(model, batch: dict) -> tuple[dict, Prefix]:
+    """Units of a batch, whose tokens and pairs are those of the model's masks; and these."""
+    units, presence = PI07Flops(model.config, model.label_ids).units(batch), batch.get("presence")
+    prefix = model.prefix(as_tensors(batch | {"presence": None}), presence or presence_of(batch))
     assert units["tokens"] == prefix.pad_masks.sum().item()
     assert units["token_pairs"] == block_mask(prefix.pad_masks, prefix.att_masks).sum().item()
+    return units, prefix
+
+
+def test_real_tokens_and_pairs_are_those_of_the_models_masks():
+    model, batch = golden_model(), masked_batch()
+    units, prefix = checked_units(model, batch)
     seen = prefix.pad_masks[:, : prefix.num_seen].sum().item()
     steps = model.config.chunk_size
     assert units["cross_pairs"] == steps * seen
@@ -242,11 +232,9 @@ def test_real_tokens_and_pairs_are_those_of_the_models_masks():
 def test_without_a_history_only_current_frames_are_real():
     model, batch = golden_model(), real_batch()
     batch["obs_history_is_pad"] = None
-    units = PI07Flops(model.config, model.label_ids).units(batch)
+    units, _ = checked_units(model, batch)
     patches = model.config.vlm_config.gemma3_config.vision_config.num_patches
     assert (units["patches"], units["time_pairs"]) == (patches * (4 + 4), patches * 4)
-    prefix = model.prefix(as_tensors(batch), presence_of(batch))
-    assert units["tokens"] == prefix.pad_masks.sum().item()
 
 
 def test_parts_that_another_process_asked_for_are_laid_out():
@@ -255,10 +243,7 @@ def test_parts_that_another_process_asked_for_are_laid_out():
     for mask in batch["subgoal_img_masks"]:
         mask[:] = False
     batch["presence"] = Presence(False, True, True)
-    units = PI07Flops(model.config, model.label_ids).units(batch)
-    prefix = model.prefix(as_tensors(batch | {"presence": None}), batch["presence"])
-    assert units["tokens"] == prefix.pad_masks.sum().item()
-    assert units["token_pairs"] == block_mask(prefix.pad_masks, prefix.att_masks).sum().item()
+    checked_units(model, batch)
 
 
 @pytest.mark.parametrize("losses", [("CE_memory", "CE_response"), ("CE_memory",)])
@@ -283,10 +268,7 @@ def test_a_planners_tokens_and_pairs_are_those_of_its_masks():
     batch["memory_masks"][0, 4:] = False
     batch["response_masks"][1, 3:] = False
     batch["img_masks"][1][1] = False
-    units = PI07Flops(model.config, model.label_ids).units(batch)
-    prefix = model.prefix(as_tensors(batch), Presence(False, True, False), training=True)
-    assert units["tokens"] == prefix.pad_masks.sum().item()
-    assert units["token_pairs"] == block_mask(prefix.pad_masks, prefix.att_masks).sum().item()
+    units, _ = checked_units(model, batch)
     assert (units["memory_tokens"], units["response_tokens"]) == (5 + 3, 4 + 2)
     assert units["image_tokens"] == 4 * 3
 

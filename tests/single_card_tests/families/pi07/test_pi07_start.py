@@ -19,7 +19,6 @@ import paddle
 import pytest
 import yaml
 from safetensors.numpy import load_file, save_file
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 import make_demonstrations
 from paddle_vl import PI07Config, PI07HighLevelPlanner, PI07LowLevelPolicy
@@ -38,9 +37,12 @@ from paddle_vl.families.pi07.config import PI07PlannerConfig
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
 from paddle_vl.families.pi07.gemma import with_backbone
 from paddle_vl.families.pi07.prefix import LABELS
-from paddle_vl.families.policy.tokenizers import PromptTokenizer
 from parity.pi07_start import StartFolders, run_cases
-from tests.support.pi07_golden import CharacterTokenizer, FirstValueActionTokenizer
+from tests.support.pi07_golden import (
+    CharacterTokenizer,
+    FirstValueActionTokenizer,
+    character_tokenizer,
+)
 from tests.support.tiny import GOLDEN
 
 CASE = GOLDEN / "pi07_start"
@@ -189,14 +191,6 @@ def test_the_example_for_eight_gpus_has_the_published_sizes(tmp_path):
     # Without the positions of images of 896 pixels, in bfloat16.
     size = sum(2 * int(np.prod(shape)) for shape in of_gemma.values())
     assert size + 2 * 3072 * 1152 == PUBLISHED_BYTES
-
-
-def character_tokenizer() -> PromptTokenizer:
-    """With fewer ids than the small backbone has."""
-    named = ["<pad>", "<eos>", "<bos>", "<unk>", "\n", *map(chr, range(32, 127))]
-    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(named)}, "<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    return PromptTokenizer(tokenizer, bos_id=2)
 
 
 def test_the_example_trains_from_the_command_line(tmp_path, monkeypatch):

@@ -1,13 +1,9 @@
-"""Conversion of raw batches to model inputs, compared with PyTorch.
+"""Raw batches to model inputs, and the state of an episode.
 
-Guarantees: the inputs equal the golden case's, tensor by tensor; the texts are OpenTau's; absent
-optional entries stay absent; missing, too long or misshapen entries are refused by name.
-
-State of an episode during inference: observation history and action queue.
-
-Guarantees: frames are evenly spaced; frames from before the episode are zero and marked; the queue
-returns a chunk in order, requests the next one in time, and begins it with the actions that are
-still executing.
+Guarantees: the inputs equal the golden case's, tensor by tensor, and the texts OpenTau's; absent
+optional entries stay absent; missing, too long or misshapen entries are refused by name; past
+frames are evenly spaced, those from before the episode zero and marked; the queue returns a chunk
+in order, requests the next one in time, and begins it with the actions that are still executing.
 """
 
 import logging

@@ -1,13 +1,11 @@
-"""LeRobot datasets as demonstrations.
+"""LeRobot datasets as demonstrations, and mixtures of them.
 
 Guarantees: a frame becomes the sample that the same moment of a JSONL file becomes; OpenTau's
 optional columns and episode entries, and LeRobot's language columns, fill the optional fields;
 past frames and chunks are resampled to a common rate; what does not fit is refused with dataset,
 feature and remedy; bad episodes are skipped and counted where asked; statistics are pooled by
-group.
-
-Mixtures. Guarantees: datasets are drawn by weight, each sample by seed, epoch and number; parts for
-evaluation share no episode with training, and are the same everywhere.
+group; datasets are drawn by weight, each sample by seed, epoch and number; parts for evaluation
+share no episode with training, and are the same everywhere.
 """
 
 import pickle

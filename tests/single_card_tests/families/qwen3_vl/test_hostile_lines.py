@@ -7,7 +7,7 @@ import tracemalloc
 import pytest
 
 from paddle_vl.data.jsonl import BadSampleError, bounded_lines, sample_at
-from paddle_vl.families.policy.demonstrations.dataset import DemonstrationsDataset, present_fields
+from paddle_vl.families.policy.demonstrations.dataset import DemonstrationsDataset
 from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
 from tests.single_card_tests.families.pi07.demonstration_builders import SHAPES, line
 from tests.single_card_tests.families.qwen3_vl.chat_builders import question, tiny_processor
@@ -97,8 +97,6 @@ def test_a_hostile_demonstration_is_a_bad_sample(tmp_path, name):
     dataset = DemonstrationsDataset([file], SHAPES, on_bad_sample="skip", max_line_bytes=65536)
     assert len(dataset) == 2
     assert dataset.skipped == {kind: 1}
-    # Reads the same lines and leaves their errors to the dataset.
-    present_fields([file], SHAPES, 65536)
 
 
 def test_lines_keep_their_numbers_and_offsets_around_long_ones(tmp_path):
