@@ -300,6 +300,23 @@ def cached_attention(
     return causal_attention(q_BLNH, key_BSKH, value_BSKH, cached.key_bias_BS)
 
 
+@operation
+def appended_attention(
+    q_B1NH: Tensor,
+    key_B1KH: Tensor,
+    value_B1KH: Tensor,
+    key_BKCH: Tensor,
+    value_BKCH: Tensor,
+    cached: CachedKeys,
+) -> Tensor:
+    """`cached_attention` of a new token, whose keys and values are written into the buffers first,
+    at the last of the S positions."""
+    last = cached.length - 1
+    for buffer, new in ((key_BKCH, key_B1KH), (value_BKCH, value_B1KH)):
+        buffer[:, :, last : last + 1] = new.transpose([0, 2, 1, 3])
+    return cached_attention(q_B1NH, key_BKCH, value_BKCH, cached)
+
+
 class PagedKeys(CachedKeys):
     """Where keys of rows of different lengths lie in a memory that they share; one object for all
     layers of a forward pass.

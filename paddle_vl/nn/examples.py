@@ -168,6 +168,16 @@ def _cached(r: Rng, s: Sizes, queries: int) -> Inputs:
     return Inputs((q, normal(r, *shape), normal(r, *shape), lambda: CachedKeys(used)))
 
 
+def _appended(r: Rng, s: Sizes, hides: bool) -> Inputs:
+    """A new token of each of two rows, which may hide their first keys; as in generation, without
+    gradients."""
+    (q, *made), used = _cached(r, s, 1).args, 3 * s.length // 4
+    new = (normal(r, 2, 1, s.key_heads, s.head_width) for _ in range(2))
+    bias = np.where(np.arange(used) < [[3], [0]], MASKED_SCORE, 0.0).astype(np.float32)
+    args = (q, *new, *made[:2], lambda: CachedKeys(used, paddle.to_tensor(bias) if hides else None))
+    return Inputs(args, tables=(0, 1, 2, 3, 4))
+
+
 def _paged(r: Rng, s: Sizes, tables: tuple[int, ...] = ()) -> Inputs:
     """Rows of one key, of all and of some, in a memory of which a quarter is free."""
     order, lengths = r.permutation(2 * s.length), (1, s.length, s.length // 2 - 3)
@@ -300,6 +310,8 @@ ATTENTION: dict[str, Make] = {
     "causal_attention.cached": lambda r, s: Inputs(_batch(r, s, 4)),
     "cached_attention": lambda r, s: _cached(r, s, 1),
     "cached_attention.prompt": lambda r, s: _cached(r, s, s.length // 2),
+    "appended_attention": lambda r, s: _appended(r, s, hides=False),
+    "appended_attention.padded": lambda r, s: _appended(r, s, hides=True),
     "paged_attention": _paged,
     # As in generation, without gradients.
     "paged_attention.answer": lambda r, s: _paged(r, s, (0, 1, 2)),

@@ -27,7 +27,7 @@ void cblas_strsm(int layout, int side, int triangle, int trans_a, int diagonal, 
 enum { ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112, LOWER = 122, UNIT = 132, LEFT = 141 };
 
 /* Version of the interface, checked after loading. */
-int paddle_vl_kernels_version(void) { return 7; }
+int paddle_vl_kernels_version(void) { return 8; }
 
 /* exp(x) to about one unit in the last place; 0 below -87.3 and the largest power above 88.
  * Source: expf of the Cephes library (S. Moshier). */
@@ -901,24 +901,54 @@ void attention_forward(const float *q, const float *k, const float *v, float *ou
   }
 }
 
-/* One query of each row over the keys of that row, at any places of a memory [places][key heads][H];
- * a row's places begin at its offset. `room` has T * groups * longest keys floats. */
-void paged_attention(const float *q, const float *k, const float *v, const i64 *places,
-                     const int32_t *offsets, float *out, i64 rows, i64 query_heads, i64 key_heads,
-                     i64 width, float scale, float *room, i64 room_size) {
+/* One query of each row over the keys of that row. Key j of a row and a head lies at row * row_stride +
+ * head * head_stride + place * place_stride of `k`, its place being places[offsets[row] + j], or j
+ * itself where `places` is NULL: then all rows have `length` keys, of which `bias` [rows][length], if
+ * there is one, is added to the scores. New keys and values [rows][key heads][H], if there are any,
+ * are written first, at the last place of their row. `room` has T * groups * longest keys floats. */
+void token_attention(const float *q, const float *new_k, const float *new_v, float *k, float *v,
+                     const i64 *places, const int32_t *offsets, const float *bias, float *out,
+                     i64 rows, i64 query_heads, i64 key_heads, i64 width, i64 row_stride,
+                     i64 head_stride, i64 place_stride, i64 length, float scale, float *room,
+                     i64 room_size) {
   i64 groups = query_heads / key_heads, num_tasks = rows * key_heads, next = 0;
 #pragma omp parallel
   {
     float *scores = room + (size_t)omp_get_thread_num() * room_size;
     for (i64 task; (task = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < num_tasks;) {
-      i64 row = task / key_heads, head = task % key_heads, keys = offsets[row + 1] - offsets[row];
-      const i64 *place = places + offsets[row];
+      i64 row = task / key_heads, head = task % key_heads;
+      i64 keys = places ? offsets[row + 1] - offsets[row] : length;
+      const i64 *place = places ? places + offsets[row] : NULL;
+      float *key = k + row * row_stride + head * head_stride;
+      float *value = v + row * row_stride + head * head_stride;
+      if (new_k) {
+        i64 last = (place ? place[keys - 1] : keys - 1) * place_stride;
+        memcpy(key + last, new_k + task * width, sizeof(float) * width);
+        memcpy(value + last, new_v + task * width, sizeof(float) * width);
+      }
       const float *query = q + (row * query_heads + head * groups) * width;
       float *result = out + (row * query_heads + head * groups) * width;
-      for (i64 j = 0; j < keys; j++) {
-        const float *key = k + (place[j] * key_heads + head) * width;
-        for (i64 g = 0; g < groups; g++)
-          scores[g * keys + j] = scale * dot(query + g * width, key, width);
+      /* Four keys at a time: a sum of its own for each hides what adding its lanes takes. */
+      for (i64 j = 0; j < keys; j += 4) {
+        const float *of[4];
+        for (i64 n = 0; n < 4; n++) {
+          i64 one = j + n < keys ? j + n : keys - 1;
+          of[n] = key + (place ? place[one] : one) * place_stride;
+        }
+        for (i64 g = 0; g < groups; g++) {
+          const float *x = query + g * width;
+          float s0 = 0.0f, s1 = 0.0f, s2 = 0.0f, s3 = 0.0f;
+#pragma omp simd reduction(+ : s0, s1, s2, s3)
+          for (i64 i = 0; i < width; i++) {
+            s0 += x[i] * of[0][i];
+            s1 += x[i] * of[1][i];
+            s2 += x[i] * of[2][i];
+            s3 += x[i] * of[3][i];
+          }
+          float sums[4] = {s0, s1, s2, s3};
+          for (i64 n = 0; n < 4 && j + n < keys; n++)
+            scores[g * keys + j + n] = scale * sums[n] + (bias ? bias[row * length + j + n] : 0.0f);
+        }
       }
       for (i64 g = 0; g < groups; g++) {
         float *score = scores + g * keys, largest = -INFINITY, sum = 0.0f;
@@ -934,12 +964,18 @@ void paged_attention(const float *q, const float *k, const float *v, const i64 *
         for (i64 j = 0; j < keys; j++) score[j] *= sum;
       }
       memset(result, 0, sizeof(float) * groups * width);
-      for (i64 j = 0; j < keys; j++) {
-        const float *value = v + (place[j] * key_heads + head) * width;
+      for (i64 j = 0; j < keys; j += 4) {
+        const float *of[4];
+        for (i64 n = 0; n < 4; n++) {
+          i64 one = j + n < keys ? j + n : keys - 1;
+          of[n] = value + (place ? place[one] : one) * place_stride;
+        }
         for (i64 g = 0; g < groups; g++) {
-          float weight = scores[g * keys + j];
+          float w[4], *sum = result + g * width;
+          for (i64 n = 0; n < 4; n++) w[n] = j + n < keys ? scores[g * keys + j + n] : 0.0f;
 #pragma omp simd
-          for (i64 i = 0; i < width; i++) result[g * width + i] += weight * value[i];
+          for (i64 i = 0; i < width; i++)
+            sum[i] += w[0] * of[0][i] + w[1] * of[1][i] + w[2] * of[2][i] + w[3] * of[3][i];
         }
       }
     }
