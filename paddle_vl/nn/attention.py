@@ -29,6 +29,7 @@ from paddle import Tensor
 from paddle_vl.batch.positions import key_ends
 from paddle_vl.nn.attention_masks import MASKED_SCORE, AttentionMask
 from paddle_vl.nn.dispatch import operation
+from paddle_vl.nn.operations import gemma_rms_norm, rms_norm
 from paddle_vl.nn.transfer import device_tensor, host_table
 
 Made = TypeVar("Made")
@@ -520,6 +521,32 @@ def apply_rotary(q_TNH: Tensor, k_TKH: Tensor, tables: RotaryTables) -> tuple[Te
         return (wide * cos + rotate_half(wide) * sin).astype(x_TNH.dtype)
 
     return rotated(q_TNH), rotated(k_TKH)
+
+
+@operation
+def normed_rotary(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    tables: RotaryTables,
+    q_weight_H: Tensor,
+    k_weight_H: Tensor,
+    epsilon: float,
+    offset: float,
+) -> tuple[Tensor, Tensor]:
+    """`apply_rotary` of normalized queries and keys, on as many first channels as the tables have;
+    the others are normalized alone.
+
+    Args:
+        offset: 1 takes `gemma_rms_norm`, 0 `rms_norm`.
+    """
+    norm, rotated = gemma_rms_norm if offset else rms_norm, tables.cos_TH.shape[-1]
+    q, k = norm(q_TNH, q_weight_H, epsilon), norm(k_TKH, k_weight_H, epsilon)
+    if rotated == q.shape[-1]:
+        return apply_rotary(q, k, tables)
+    parts = [paddle.split(x, [rotated, x.shape[-1] - rotated], axis=-1) for x in (q, k)]
+    turned = apply_rotary(parts[0][0], parts[1][0], tables)
+    q, k = (paddle.concat([x, rest], axis=-1) for x, (_, rest) in zip(turned, parts, strict=True))
+    return q, k
 
 
 def rotate_half(x: Tensor) -> Tensor:

@@ -262,6 +262,51 @@ def apply_rotary(q_TNH: Tensor, k_TKH: Tensor, tables: RotaryTables) -> tuple[Te
     return _run(_Rotary, q_TNH, tables), _run(_Rotary, k_TKH, tables)
 
 
+def fits_normed_rotary(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    tables: RotaryTables,
+    q_weight_H: Tensor,
+    k_weight_H: Tensor,
+    *settings: float,
+) -> bool:
+    """Whether `normed_rotary` takes these: without gradients, tables with the leading dims."""
+    given = (q_TNH, k_TKH, q_weight_H, k_weight_H)
+    if paddle.is_grad_enabled() and not all(x.stop_gradient for x in given):
+        return False
+    is_same = all(x.shape[:-2] == tables.cos_TH.shape[:-1] for x in given[:2])
+    return is_same and is_dense(*given, *tables)
+
+
+def normed_rotary(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    tables: RotaryTables,
+    q_weight_H: Tensor,
+    k_weight_H: Tensor,
+    epsilon: float,
+    offset: float,
+) -> tuple[Tensor, Tensor]:
+    """`nn.attention.normed_rotary`."""
+    made = []
+    for x, weight in ((q_TNH, q_weight_H), (k_TKH, k_weight_H)):
+        made.append(y := empty(x.shape))
+        heads, width = x.shape[-2:]
+        _library.normed_rotary(
+            x,
+            weight,
+            y,
+            *tables,
+            _size(x) // (heads * width),
+            heads,
+            width,
+            tables.cos_TH.shape[-1],
+            epsilon,
+            offset,
+        )
+    return made[0], made[1]
+
+
 # Norms
 
 

@@ -195,6 +195,33 @@ void rotate(const float *x, float *y, const float *cos, const float *sin, i64 ro
   }
 }
 
+/* `rotate` of the first `rotated` channels of heads that are divided by their root mean square and
+ * multiplied by offset + weight, as are their other channels. */
+void normed_rotary(const float *x, const float *weight, float *y, const float *cos, const float *sin,
+                   i64 rows, i64 heads, i64 width, i64 rotated, float epsilon, float offset) {
+  i64 half = rotated / 2;
+#pragma omp parallel for schedule(static)
+  for (i64 n = 0; n < rows; n++) {
+    const float *c = cos + n * rotated, *s = sin + n * rotated;
+    for (i64 h = 0; h < heads; h++) {
+      const float *a = x + (n * heads + h) * width;
+      float *o = y + (n * heads + h) * width, square = 0.0f;
+#pragma omp simd reduction(+ : square)
+      for (i64 j = 0; j < width; j++) square += a[j] * a[j];
+      float inverse = 1.0f / sqrtf(square / width + epsilon);
+#pragma omp simd
+      for (i64 j = 0; j < half; j++) {
+        float first = a[j] * inverse * (offset + weight[j]);
+        float second = a[j + half] * inverse * (offset + weight[j + half]);
+        o[j] = first * c[j] - second * s[j];
+        o[j + half] = second * c[j + half] + first * s[j + half];
+      }
+#pragma omp simd
+      for (i64 j = rotated; j < width; j++) o[j] = a[j] * inverse * (offset + weight[j]);
+    }
+  }
+}
+
 /* ---- norms ---- */
 
 /* y = (x - mean) / deviation * (offset + weight) + bias. Without `centres` the mean is 0; without a
