@@ -756,7 +756,7 @@ def _token_attention(
     """`token_attention` of kernels.c: its tensors up to the result, and its strides."""
     query: Any = tensors[0]
     heads, width = query.shape[-2:]
-    out, room_size = empty(query.shape), heads // key_heads * longest
+    out, room_size = empty(query.shape), heads * longest
     room = empty([_num_threads() * room_size])
     _library.token_attention(
         *tensors,
