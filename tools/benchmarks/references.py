@@ -7,9 +7,10 @@
 `step.py`, `answers.py` and `preference.py` run it with `--against PYTHON`, an interpreter that has
 torch, PyYAML and transformers (sdpa), opentau, or trl and datasets; nothing of paddle_vl is
 imported. With `--tokens` HF answers prompts. OpenTau casts to bfloat16 by a function of each of its
-modules, which float32 takes the place of here; its tokenizer of the Hub is replaced by the made-up data's own, so
-that the texts have the same lengths. TRL's DPOTrainer, its collator and HF's processor are used as
-they are: float32, no recomputation, no gradient norm, and a second model as the reference.
+modules, which float32 takes the place of here; its tokenizer of the Hub is replaced by the made-up
+data's own, so that the texts have the same lengths. TRL's DPOTrainer, its collator and HF's
+processor are used as they are: float32, no recomputation, no gradient norm, and a second model as
+the reference.
 """
 
 import argparse
