@@ -29,6 +29,7 @@ from paddle import Tensor
 from paddle_vl.batch.positions import key_ends
 from paddle_vl.nn.attention_masks import MASKED_SCORE, AttentionMask
 from paddle_vl.nn.dispatch import operation
+from paddle_vl.nn.operations import gemma_rms_norm, rms_norm
 from paddle_vl.nn.transfer import device_tensor, host_table
 
 Made = TypeVar("Made")
@@ -300,6 +301,23 @@ def cached_attention(
     return causal_attention(q_BLNH, key_BSKH, value_BSKH, cached.key_bias_BS)
 
 
+@operation
+def appended_attention(
+    q_B1NH: Tensor,
+    key_B1KH: Tensor,
+    value_B1KH: Tensor,
+    key_BKCH: Tensor,
+    value_BKCH: Tensor,
+    cached: CachedKeys,
+) -> Tensor:
+    """`cached_attention` of a new token, whose keys and values are written into the buffers first,
+    at the last of the S positions."""
+    last = cached.length - 1
+    for buffer, new in ((key_BKCH, key_B1KH), (value_BKCH, value_B1KH)):
+        buffer[:, :, last : last + 1] = new.transpose([0, 2, 1, 3])
+    return cached_attention(q_B1NH, key_BKCH, value_BKCH, cached)
+
+
 class PagedKeys(CachedKeys):
     """Where keys of rows of different lengths lie in a memory that they share; one object for all
     layers of a forward pass.
@@ -503,6 +521,32 @@ def apply_rotary(q_TNH: Tensor, k_TKH: Tensor, tables: RotaryTables) -> tuple[Te
         return (wide * cos + rotate_half(wide) * sin).astype(x_TNH.dtype)
 
     return rotated(q_TNH), rotated(k_TKH)
+
+
+@operation
+def normed_rotary(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    tables: RotaryTables,
+    q_weight_H: Tensor,
+    k_weight_H: Tensor,
+    epsilon: float,
+    offset: float,
+) -> tuple[Tensor, Tensor]:
+    """`apply_rotary` of normalized queries and keys, on as many first channels as the tables have;
+    the others are normalized alone.
+
+    Args:
+        offset: 1 takes `gemma_rms_norm`, 0 `rms_norm`.
+    """
+    norm, rotated = gemma_rms_norm if offset else rms_norm, tables.cos_TH.shape[-1]
+    q, k = norm(q_TNH, q_weight_H, epsilon), norm(k_TKH, k_weight_H, epsilon)
+    if rotated == q.shape[-1]:
+        return apply_rotary(q, k, tables)
+    parts = [paddle.split(x, [rotated, x.shape[-1] - rotated], axis=-1) for x in (q, k)]
+    turned = apply_rotary(parts[0][0], parts[1][0], tables)
+    q, k = (paddle.concat([x, rest], axis=-1) for x, (_, rest) in zip(turned, parts, strict=True))
+    return q, k
 
 
 def rotate_half(x: Tensor) -> Tensor:

@@ -82,8 +82,9 @@ class Operation(Generic[P, R]):
         if callable(_forced):
             return _forced(self)
         device = "plain" if _chosen == "plain" and not _forced else device_of(args[0])
-        for kernel in self.kernels_on(device):
-            if kernel.fits is None or kernel.fits(*args):
+        for kernel in self.kernels:
+            is_used = kernel.device == device and _is_used(kernel)
+            if is_used and (kernel.fits is None or kernel.fits(*args)):
                 return kernel.run
         return self.plain
 

@@ -119,11 +119,18 @@ def _biased_linear(r: Rng, s: Sizes) -> Inputs:
     return Inputs((_x(r, s), normal(r, s.width, inner, scale=s.width**-0.5), normal(r, inner)))
 
 
-def _apply_rotary(r: Rng, s: Sizes) -> Inputs:
+def _apply_rotary(r: Rng, s: Sizes, rotated: int | None = None) -> Inputs:
     q, k = (normal(r, s.rows, heads, s.head_width) for heads in (s.heads, s.key_heads))
     angle = np.arange(s.rows, dtype=np.float32)[:, None]
-    angle = angle * inverse_frequencies(s.head_width // 2, 5e6)
+    angle = angle * inverse_frequencies((rotated or s.head_width) // 2, 5e6)
     return Inputs((q, k, lambda: RotaryTables.of_angles(paddle.to_tensor(angle))))
+
+
+def _normed_rotary(r: Rng, s: Sizes, rotated: int, offset: float, gets: bool) -> Inputs:
+    """With gradients, or as in generation."""
+    args = _apply_rotary(r, s, rotated).args
+    weights = (normal(r, s.head_width) for _ in range(2))
+    return Inputs((*args, *weights, 1e-6, offset), () if gets else (0, 1, 3, 4))
 
 
 def _permuted(r: Rng, s: Sizes, copies: int) -> Inputs:
@@ -166,6 +173,16 @@ def _cached(r: Rng, s: Sizes, queries: int) -> Inputs:
     shape, used = (2, s.key_heads, s.length, s.head_width), 3 * s.length // 4
     q = normal(r, 2, queries, s.heads, s.head_width)
     return Inputs((q, normal(r, *shape), normal(r, *shape), lambda: CachedKeys(used)))
+
+
+def _appended(r: Rng, s: Sizes, hides: bool) -> Inputs:
+    """A new token of each of two rows, which may hide their first keys; as in generation, without
+    gradients."""
+    (q, *made), used = _cached(r, s, 1).args, 3 * s.length // 4
+    new = (normal(r, 2, 1, s.key_heads, s.head_width) for _ in range(2))
+    bias = np.where(np.arange(used) < [[3], [0]], MASKED_SCORE, 0.0).astype(np.float32)
+    args = (q, *new, *made[:2], lambda: CachedKeys(used, paddle.to_tensor(bias) if hides else None))
+    return Inputs(args, tables=(0, 1, 2, 3, 4))
 
 
 def _paged(r: Rng, s: Sizes, tables: tuple[int, ...] = ()) -> Inputs:
@@ -289,6 +306,9 @@ ROWS: dict[str, Make] = {
     "gated_rms_norm": lambda r, s: Inputs((_x(r, s), _x(r, s), _weight(r, s), 1e-6)),
     "biased_linear": _biased_linear,
     "apply_rotary": _apply_rotary,
+    "normed_rotary": lambda r, s: _normed_rotary(r, s, s.head_width, 0.0, gets=True),
+    "normed_rotary.answer": lambda r, s: _normed_rotary(r, s, s.head_width, 0.0, gets=False),
+    "normed_rotary.some": lambda r, s: _normed_rotary(r, s, s.head_width // 2, 1.0, gets=False),
     "permuted_copies": lambda r, s: _permuted(r, s, 2),
     "permuted_copies.once": lambda r, s: _permuted(r, s, 1),
     "grouped_linear": _grouped_linear,
@@ -300,6 +320,8 @@ ATTENTION: dict[str, Make] = {
     "causal_attention.cached": lambda r, s: Inputs(_batch(r, s, 4)),
     "cached_attention": lambda r, s: _cached(r, s, 1),
     "cached_attention.prompt": lambda r, s: _cached(r, s, s.length // 2),
+    "appended_attention": lambda r, s: _appended(r, s, hides=False),
+    "appended_attention.padded": lambda r, s: _appended(r, s, hides=True),
     "paged_attention": _paged,
     # As in generation, without gradients.
     "paged_attention.answer": lambda r, s: _paged(r, s, (0, 1, 2)),

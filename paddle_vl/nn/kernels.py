@@ -43,10 +43,14 @@ TABLE: dict[Operation, list[Kernel]] = {
         Kernel("cpu", "Paddle", cpu.cached_attention, cpu.is_one_query),
         Kernel("gpu", "Paddle", gpu.cached_attention, gpu.fits_cached),
     ],
+    attention.appended_attention: [
+        Kernel("cpu", "C", c.appended_attention, c.fits_appended),
+    ],
     attention.paged_attention: [
         Kernel("cpu", "C", c.paged_attention, c.fits_paged),
         Kernel("gpu", "Paddle", gpu.paged_attention, gpu.fits_flash),
     ],
+    attention.normed_rotary: [Kernel("cpu", "C", c.normed_rotary, c.fits_normed_rotary)],
     attention.apply_rotary: [
         Kernel("cpu", "C", c.apply_rotary, c.fits_rotary),
         Kernel("cpu", "Paddle", cpu.apply_rotary),

@@ -4,12 +4,15 @@ Shapes: B batch, L new tokens, S cached and new keys, C capacity of buffers, N q
 heads, H head width; M places of a memory that many prompts share.
 """
 
+from typing import Any
+
 import paddle
 from paddle import Tensor
 
 from paddle_vl.nn.attention import (
     CachedKeys,
     PagedKeys,
+    appended_attention,
     cached_attention,
     causal_attention,
     paged_attention,
@@ -37,8 +40,8 @@ class KeyValueCache:
     def __init__(self, prompt: int = 0, most: int | None = None):
         self.length, self._prompt, self._most = 0, prompt, most
         # As they lie in memory.
-        self._key: Tensor | None = None
-        self._value: Tensor | None = None
+        self._key: Any = None
+        self._value: Any = None
         self._has_positions_first = False
 
     def mask(self, num_new: int, key_bias_BS: Tensor | None) -> CachedKeys:
@@ -47,11 +50,13 @@ class KeyValueCache:
 
     def append(self, key_BLKH: Tensor, value_BLKH: Tensor) -> tuple[Tensor, Tensor]:
         """The buffers of keys and values, with new ones behind the last."""
-        begin, self.length = self.length, self.length + key_BLKH.shape[1]
+        begin = self.length
         if begin == 0:
             self._has_positions_first = device_of(key_BLKH) == "gpu"
-        self._key = self._appended(self._key, key_BLKH, begin)
-        self._value = self._appended(self._value, value_BLKH, begin)
+        self._make_room(key_BLKH)
+        order = [1, 0, 2, 3] if self._has_positions_first else [0, 2, 1, 3]
+        for buffer, new_BLKH in ((self._key, key_BLKH), (self._value, value_BLKH)):
+            self._write(buffer, begin, new_BLKH.transpose(order))
         if self._has_positions_first:
             return self._key.transpose([1, 2, 0, 3]), self._value.transpose([1, 2, 0, 3])
         return self._key, self._value
@@ -60,28 +65,32 @@ class KeyValueCache:
         self, q_BLNH: Tensor, key_BLKH: Tensor, value_BLKH: Tensor, cached: CachedKeys
     ) -> Tensor:
         """Attention `[B, L, N, H]` over all keys so far and new ones, which are appended."""
+        if self.length and q_BLNH.shape[1] == 1 and not self._has_positions_first:
+            self._make_room(key_BLKH)
+            return appended_attention(q_BLNH, key_BLKH, value_BLKH, self._key, self._value, cached)
         buffers = self.append(key_BLKH, value_BLKH)
         if self.length == key_BLKH.shape[1]:
             return causal_attention(q_BLNH, key_BLKH, value_BLKH, cached.key_bias_BS)
         return cached_attention(q_BLNH, *buffers, cached)
 
-    def _appended(self, buffer: Tensor | None, new_BLKH: Tensor, begin: int) -> Tensor:
-        batch, _, heads, width = new_BLKH.shape
+    def _make_room(self, new_BLKH: Tensor) -> None:
+        """Count new keys; buffers that are too small grow."""
+        begin, self.length = self.length, self.length + new_BLKH.shape[1]
         is_first = self._has_positions_first
-        if buffer is None or self.length > buffer.shape[0 if is_first else 2]:
-            # Room for the keys and an eighth more, so that growing copies each key a few times.
-            needed = max(self.length, self._prompt)
-            room = needed + max(self.CHUNK, needed // 8)
-            room = room if self._most is None else max(needed, min(room, self._most))
-            shape = [room, batch, heads, width] if is_first else [batch, heads, room, width]
-            grown = paddle.zeros(shape, dtype=new_BLKH.dtype)
-            if buffer is not None:
-                past = buffer._slice(0, begin) if is_first else buffer[:, :, :begin]
-                self._write(grown, 0, past)
-            buffer = grown
-        order = [1, 0, 2, 3] if is_first else [0, 2, 1, 3]
-        self._write(buffer, begin, new_BLKH.transpose(order))
-        return buffer
+        if begin and self.length <= self._key.shape[0 if is_first else 2]:
+            return
+        # Room for the keys and an eighth more, so that growing copies each key a few times.
+        needed = max(self.length, self._prompt)
+        room = needed + max(self.CHUNK, needed // 8)
+        room = room if self._most is None else max(needed, min(room, self._most))
+        batch, _, heads, width = new_BLKH.shape
+        shape = [room, batch, heads, width] if is_first else [batch, heads, room, width]
+        grown = [paddle.zeros(shape, dtype=new_BLKH.dtype) for _ in range(2)]
+        for old, new in zip((self._key, self._value), grown, strict=True):
+            if begin:
+                past = old._slice(0, begin) if is_first else old[:, :, :begin]
+                self._write(new, 0, past)
+        self._key, self._value = grown
 
     def _write(self, buffer: Tensor, begin: int, new: Tensor) -> None:
         if self._has_positions_first:

@@ -177,7 +177,13 @@ def layer_norm(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> T
 
 
 class RMSNorm(nn.Layer):
-    """`rms_norm` over the last dim with a learned weight that starts at one."""
+    """`rms_norm` over the last dim with a learned weight that starts at one.
+
+    Attributes:
+        offset: added to the weight.
+    """
+
+    offset = 0.0
 
     def __init__(self, size: int, epsilon: float = 1e-6):
         super().__init__()
@@ -196,6 +202,8 @@ class GemmaRMSNorm(nn.Layer):
 
     Source: Gemma3RMSNorm and Qwen3_5RMSNorm of HF transformers.
     """
+
+    offset = 1.0
 
     def __init__(self, size: int, epsilon: float = 1e-6):
         super().__init__()

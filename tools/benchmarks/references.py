@@ -3,10 +3,11 @@
     PYTHON tools/benchmarks/references.py hf CONFIG STEPS THREADS [--tokens N]
     PYTHON tools/benchmarks/references.py opentau CONFIG PROCESSOR STEPS THREADS
 
-`step.py` runs it with `--against PYTHON`, an interpreter that has torch, PyYAML and transformers
-(sdpa), or opentau; nothing of paddle_vl is imported. With `--tokens` HF answers prompts. OpenTau
-casts to bfloat16 by a function of each of its modules, which float32 takes the place of here; its
-tokenizer of the Hub is replaced by the made-up data's own, so that the texts have the same lengths.
+`step.py` and `answers.py` run it with `--against PYTHON`, an interpreter that has torch, PyYAML and
+transformers (sdpa), or opentau; nothing of paddle_vl is imported. With `--tokens` HF answers
+prompts. OpenTau casts to bfloat16 by a function of each of its modules, which float32 takes the
+place of here; its tokenizer of the Hub is replaced by the made-up data's own, so that the texts have
+the same lengths.
 """
 
 import argparse
@@ -21,6 +22,8 @@ from typing import Any
 import numpy as np
 
 FIRST_PAD, WARM_UP = 11, 2
+# Numbers of prompts that are answered at once, and answers that are timed, the first to warm up.
+PROMPTS, RUNS = (1, 8), 4
 IDS = {"image_token_id": 2040, "vision_start_token_id": 2041, "vision_end_token_id": 2042,
        "video_token_id": 2043}  # fmt: skip
 # Beginnings of HF's classes by the `model_type` of a configuration file.
@@ -47,35 +50,37 @@ def samples(config: Any, settings: dict[str, Any], size: int) -> dict[str, np.nd
 
 
 def answer_seconds(model: Any, settings: dict[str, Any], tokens: int) -> dict[str, float]:
-    """Processor time to the first token and per further token.
-
-    The least of three answers; with one thread and nothing beside it, the time of the clock.
-    """
+    """Processor time to the first token and per further token, of one prompt and of several."""
     import torch  # pyright: ignore[reportMissingImports]
 
     model.eval()
     model.generation_config.eos_token_id = None
-    given = {k: torch.tensor(v) for k, v in samples(model.config, settings, 1).items()}
-    given["mm_token_type_ids"] = (given["input_ids"] == model.config.image_token_id).int()
-    runs = []
-    for _ in range(4):
-        times = [time.process_time()]
+    found: dict[str, float] = {}
+    for size in PROMPTS:
+        given = {k: torch.tensor(v) for k, v in samples(model.config, settings, size).items()}
+        given["mm_token_type_ids"] = (given["input_ids"] == model.config.image_token_id).int()
+        runs = []
+        for _ in range(RUNS):
+            times = [time.process_time()]
 
-        def goes_on(ids: Any, scores: Any, times: list[float] = times) -> Any:
-            times.append(time.process_time())
-            return torch.zeros(len(ids), dtype=torch.bool)
+            def goes_on(ids: Any, scores: Any, times: list[float] = times) -> Any:
+                times.append(time.process_time())
+                return torch.zeros(len(ids), dtype=torch.bool)
 
-        model.generate(**given, max_new_tokens=tokens, do_sample=False, stopping_criteria=[goes_on])
-        runs.append(times)
-    return least_of(runs)
+            model.generate(
+                **given, max_new_tokens=tokens, do_sample=False, stopping_criteria=[goes_on]
+            )
+            runs.append(times)
+        found |= least_of(runs, size)
+    return found
 
 
-def least_of(runs: Sequence[Sequence[float]]) -> dict[str, float]:
+def least_of(runs: Sequence[Sequence[float]], size: int) -> dict[str, float]:
     """Least times to the first token and per further one, of clocks at the start and behind every
-    token of answers; the first answer warms up."""
+    token of answers to `size` prompts; the first answer warms up."""
     found = [(each[1] - each[0], (each[-1] - each[1]) / (len(each) - 2)) for each in runs[1:]]
     first, further = map(min, zip(*found, strict=True))
-    return {"first of 1": first, "next of 1": further}
+    return {f"first of {size}": first, f"next of {size}": further}
 
 
 def step_seconds(model: Any, settings: dict[str, Any], steps: int) -> dict[str, float]:

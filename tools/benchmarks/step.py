@@ -2,7 +2,6 @@
 
     python tools/benchmarks/step.py --family qwen3_vl
     python tools/benchmarks/step.py --family qwen3_vl --against PYTHON   # HF transformers on torch
-    python tools/benchmarks/step.py --family qwen3_5 --against PYTHON --tokens 32    # generation
     python tools/benchmarks/step.py --family pi07 --against PYTHON       # OpenTau on torch
     python tools/benchmarks/step.py --family pi07 train.recompute=full   # against the default
     python tools/benchmarks/step.py --family pi07 --no-compiler          # also without C kernels
@@ -10,9 +9,6 @@
 Trains `configs/bench/FAMILY_step.yaml` in float32 on made-up samples, and reports
 medians over steps: milliseconds of the step and its phases, tokens or samples per second, and peak
 memory of the process. Every round runs in a new process.
-
-With `--tokens`, the models that write text answer a prompt of 511 tokens instead, greedily:
-reported is the processor time to the first token and for every further one.
 
 With settings, `section.name=value`, each round also runs the configuration with them. With
 `--no-compiler` each round also runs as on a machine without a C compiler. With
@@ -28,10 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 import harness
-import references
 from harness import ROOT, Result, Round, Table
 
 WARM_UP = 3
@@ -85,11 +78,10 @@ def measure(
     work: str,
     num_threads: int,
     steps: int,
-    tokens: int | None,
     settings: list[str],
     compiles: bool,
 ) -> dict[str, Any]:
-    """Medians of the trainer's steps, in this process; or with `tokens` the times of answers."""
+    """Medians of the trainer's steps, in this process."""
     from paddle_vl.compat import configure_cpu_runtime
     from paddle_vl.nn.cpu import compiled
     from paddle_vl.train.phases import PhaseClock
@@ -100,9 +92,6 @@ def measure(
         "num_parameters": sum(p.size for p in trainer.runner.model.parameters()),
         "is_compiled": is_compiled,
     }
-    if tokens:
-        seconds = answer_seconds(trainer.runner.model, family, tokens)
-        return shared | {"seconds": seconds, "peak_rss_mib": harness.peak_mib()}
     clock, losses, begin_cpu = PhaseClock(), [], 0.0
     for step in range(WARM_UP + steps):
         if step == WARM_UP:
@@ -132,17 +121,6 @@ def measure(
     }
 
 
-def answer_seconds(model: Any, family: str, tokens: int) -> dict[str, float]:
-    """As of `references.py`, on the same kind of prompt."""
-    settings, runs = yaml.safe_load(CONFIGS[family].read_text(encoding="utf-8")), []
-    given = references.samples(model.config, settings, 1)
-    for _ in range(4):
-        runs.append([time.process_time()])
-        for _ in model.stream(**given, max_new_tokens=tokens):
-            runs[-1].append(time.process_time())
-    return references.least_of(runs)
-
-
 def matmul_gflops() -> float:
     """Speed of a [2048, 768] x [768, 768] product: tells a slow machine from slow code."""
     import paddle
@@ -164,15 +142,12 @@ def compare(options: argparse.Namespace, work: Path) -> Result:
 
     def ours(settings: list[str], compiles: bool = True) -> dict[str, Any]:
         given = {"family": family, "settings": settings, "compiles": compiles}
-        given |= {"steps": options.steps, "tokens": options.tokens, "num_threads": options.threads}
+        given |= {"steps": options.steps, "num_threads": options.threads}
         return harness.launch(measure, work / "run", **given, work=work)[0]
 
     def theirs() -> dict[str, Any]:
         inputs = [CONFIGS[family], *([data / "processor"] if family == "pi07" else [])]
-        more = ["--tokens", options.tokens] if options.tokens else []
-        return harness.reference(
-            options.against, command, *inputs, options.steps, options.threads, *more
-        )
+        return harness.reference(options.against, command, *inputs, options.steps, options.threads)
 
     runs = {OURS: lambda: ours([])}
     if options.no_compiler:
@@ -183,10 +158,8 @@ def compare(options: argparse.Namespace, work: Path) -> Result:
         runs[name] = theirs
     rounds = harness.in_rounds(list(runs), options.rounds, lambda side: runs[side]())
     versions = rounds[0].get(name, {}).get("versions", {})
-    made = answers_table if options.tokens else table
-    return Result(
-        [made(family, options.threads, rounds)], {"family": family, "rounds": rounds}, versions
-    )
+    made = table(family, options.threads, rounds)
+    return Result([made], {"family": family, "rounds": rounds}, versions)
 
 
 def table(family: str, threads: int, rounds: list[Round]) -> Table:
@@ -223,34 +196,12 @@ def table(family: str, threads: int, rounds: list[Round]) -> Table:
     return Table(" ".join(["step", family, *changed]), columns, rows, note)
 
 
-def answers_table(family: str, threads: int, rounds: list[Round]) -> Table:
-    """A row per side: milliseconds, and their ratios to the reference's."""
-    other = REFERENCES[family][0]
-    base, names = other if other in rounds[0] else OURS, list(rounds[0][OURS]["seconds"])
-    rows = []
-    for side in sorted(rounds[0], key=lambda side: side != OURS):
-        cells = [f"{1e3 * harness.median(rounds, side, 'seconds', name):.1f}" for name in names]
-        if side != base:
-            cells = [
-                f"{cell}; {harness.ratio(rounds, side, base, 'seconds', name)}"
-                for cell, name in zip(cells, names, strict=True)
-            ]
-        rows.append([side, *cells, f"{harness.median(rounds, side, 'peak_rss_mib'):.0f}"])
-    note = (
-        f"Milliseconds of processor time to the first token and for a further one, of a prompt of "
-        f"511 tokens; then their ratios to those of {base}. Float32, {threads} thread(s), medians "
-        f"of {len(rounds)} run(s), of each the least of 3 answers."
-    )
-    return Table(f"answers {family}", ["", *names, "peak MiB"], rows, note)
-
-
 if __name__ == "__main__":
     made = harness.parser(__doc__)
     made.add_argument("--family", choices=CONFIGS, required=True)
     harness.add_count(made, "steps", 10, "timed steps of a run")
     harness.add_count(made, "rounds", 3, "runs of each side")
     harness.add_count(made, "threads", 2, "threads of a process")
-    harness.add_count(made, "tokens", None, "measure answers of so many tokens, no steps")
     made.add_argument(
         "--against", metavar="PYTHON", help="interpreter with torch and the family's reference"
     )

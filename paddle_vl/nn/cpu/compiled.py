@@ -6,7 +6,6 @@ float32 tensors.
 Shapes: as in `paddle_vl.nn.attention`; N rows, C channels.
 """
 
-import ctypes
 import logging
 import math
 import os
@@ -19,7 +18,13 @@ import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from paddle_vl.nn.attention import PackedSamples, PagedKeys, RotaryTables, with_averages
+from paddle_vl.nn.attention import (
+    CachedKeys,
+    PackedSamples,
+    PagedKeys,
+    RotaryTables,
+    with_averages,
+)
 from paddle_vl.nn.attention_masks import AttentionMask
 from paddle_vl.nn.cpu.attention import sees
 from paddle_vl.nn.cpu.kernels import (
@@ -27,6 +32,7 @@ from paddle_vl.nn.cpu.kernels import (
     contiguous,
     dropout_seed,
     dropout_threshold,
+    empty,
     is_dense,
 )
 from paddle_vl.nn.delta_rule import CHUNK, Reach
@@ -87,15 +93,6 @@ def _size(x: Tensor) -> int:
     return math.prod(x.shape)
 
 
-def _data(x: Tensor | np.ndarray | None) -> ctypes.c_void_p:
-    if x is None:
-        return ctypes.c_void_p()
-    return ctypes.c_void_p(x.ctypes.data if isinstance(x, np.ndarray) else x.data_ptr())
-
-
-_i64, _int, _float = ctypes.c_int64, ctypes.c_int, ctypes.c_float
-
-
 def _num_threads() -> int:
     return _library.omp_get_max_threads()
 
@@ -126,15 +123,15 @@ class _TanhGelu(PyLayer):
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)
-        y = paddle.empty_like(x)
-        _library.gelu_tanh_forward(_data(x), _data(y), _i64(_size(x)))
+        y = empty(x.shape)
+        _library.gelu_tanh_forward(x, y, _size(x))
         return y
 
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensor()
-        grad, grad_x = contiguous(grad), paddle.empty_like(x)
-        _library.gelu_tanh_backward(_data(x), _data(grad), _data(grad_x), _i64(_size(x)))
+        grad, grad_x = contiguous(grad), empty(x.shape)
+        _library.gelu_tanh_backward(x, grad, grad_x, _size(x))
         return grad_x
 
 
@@ -157,32 +154,35 @@ class _Gated(PyLayer):
         ctx.needs, ctx.is_gelu = [not x.stop_gradient for x in tensors], is_gelu
         stride = tensors[0].shape[-1]
         columns = stride * len(tensors) // 2
-        y = paddle.empty([*tensors[0].shape[:-1], columns], "float32")
+        y = empty([*tensors[0].shape[:-1], columns])
         _library.gated_forward(
-            *_gate_and_up(tensors), _data(y), _i64(_size(tensors[0]) // stride), _i64(columns),
-            _i64(stride), _int(is_gelu),
-        )  # fmt: skip
+            *_gate_and_up(tensors), y, _size(tensors[0]) // stride, columns, stride, is_gelu
+        )
         return y
 
     @staticmethod
     def backward(ctx, grad):
         tensors = ctx.saved_tensor()
-        grad, grads = contiguous(grad), [paddle.empty_like(x) for x in tensors]
+        grad, grads = contiguous(grad), [empty(x.shape) for x in tensors]
         stride = tensors[0].shape[-1]
         _library.gated_backward(
-            *_gate_and_up(tensors), _data(grad), *_gate_and_up(grads),
-            _i64(_size(tensors[0]) // stride), _i64(grad.shape[-1]), _i64(stride),
-            _int(ctx.is_gelu),
-        )  # fmt: skip
+            *_gate_and_up(tensors),
+            grad,
+            *_gate_and_up(grads),
+            _size(tensors[0]) // stride,
+            grad.shape[-1],
+            stride,
+            ctx.is_gelu,
+        )
         found = tuple(x if need else None for x, need in zip(grads, ctx.needs, strict=True))
         return found[0] if len(found) == 1 else found
 
 
-def _gate_and_up(tensors: Sequence[Tensor]) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
+def _gate_and_up(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor | int]:
     if len(tensors) == 2:
-        return _data(tensors[0]), _data(tensors[1])
+        return tensors[0], tensors[1]
     second_half = tensors[0].data_ptr() + 4 * (tensors[0].shape[-1] // 2)
-    return _data(tensors[0]), ctypes.c_void_p(second_half)
+    return tensors[0], second_half
 
 
 def fits_gate(gate: Tensor, up: Tensor | None = None) -> bool:
@@ -209,19 +209,16 @@ class _Dropout(PyLayer):
     @staticmethod
     def forward(ctx, x, p):
         ctx.kept, ctx.factor = np.empty(_size(x), dtype=np.uint8), 1.0 / (1.0 - p)
-        y, (first, rest), seed = paddle.empty_like(x), dropout_threshold(p), dropout_seed()
+        y, (first, rest), seed = empty(x.shape), dropout_threshold(p), dropout_seed()
         _library.dropout_forward(
-            _data(x), _data(y), _data(ctx.kept), _i64(_size(x)), *map(ctypes.c_uint64, seed),
-            _i64(MIXING_DRAWS), _int(first), ctypes.c_uint64(rest), _float(ctx.factor),
-        )  # fmt: skip
+            x, y, ctx.kept, _size(x), *seed, MIXING_DRAWS, first, rest, ctx.factor
+        )
         return y
 
     @staticmethod
     def backward(ctx, grad):
-        grad, grad_x = contiguous(grad), paddle.empty_like(grad)
-        _library.dropout_backward(
-            _data(grad), _data(ctx.kept), _data(grad_x), _i64(_size(grad)), _float(ctx.factor)
-        )
+        grad, grad_x = contiguous(grad), empty(grad.shape)
+        _library.dropout_backward(grad, ctx.kept, grad_x, _size(grad), ctx.factor)
         return grad_x
 
 
@@ -245,12 +242,11 @@ class _Rotary(PyLayer):
 
 
 def _rotated(x: Tensor, tables: RotaryTables, direction: float) -> Tensor:
-    y = paddle.empty_like(x)
+    y = empty(x.shape)
     heads, width = x.shape[-2:]
     _library.rotate(
-        _data(x), _data(y), _data(tables.cos_TH), _data(tables.sin_TH),
-        _i64(_size(x) // (heads * width)), _i64(heads), _i64(width), _float(direction),
-    )  # fmt: skip
+        x, y, tables.cos_TH, tables.sin_TH, _size(x) // (heads * width), heads, width, direction
+    )
     return y
 
 
@@ -264,6 +260,51 @@ def fits_rotary(q_TNH: Tensor, k_TKH: Tensor, tables: RotaryTables) -> bool:
 def apply_rotary(q_TNH: Tensor, k_TKH: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
     """`attention.apply_rotary`."""
     return _run(_Rotary, q_TNH, tables), _run(_Rotary, k_TKH, tables)
+
+
+def fits_normed_rotary(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    tables: RotaryTables,
+    q_weight_H: Tensor,
+    k_weight_H: Tensor,
+    *settings: float,
+) -> bool:
+    """Whether `normed_rotary` takes these: without gradients, tables with the leading dims."""
+    given = (q_TNH, k_TKH, q_weight_H, k_weight_H)
+    if paddle.is_grad_enabled() and not all(x.stop_gradient for x in given):
+        return False
+    is_same = all(x.shape[:-2] == tables.cos_TH.shape[:-1] for x in given[:2])
+    return is_same and is_dense(*given, *tables)
+
+
+def normed_rotary(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    tables: RotaryTables,
+    q_weight_H: Tensor,
+    k_weight_H: Tensor,
+    epsilon: float,
+    offset: float,
+) -> tuple[Tensor, Tensor]:
+    """`nn.attention.normed_rotary`."""
+    made = []
+    for x, weight in ((q_TNH, q_weight_H), (k_TKH, k_weight_H)):
+        made.append(y := empty(x.shape))
+        heads, width = x.shape[-2:]
+        _library.normed_rotary(
+            x,
+            weight,
+            y,
+            *tables,
+            _size(x) // (heads * width),
+            heads,
+            width,
+            tables.cos_TH.shape[-1],
+            epsilon,
+            offset,
+        )
+    return made[0], made[1]
 
 
 # Norms
@@ -280,12 +321,11 @@ class _Norm(PyLayer):
     def forward(ctx, x, weight, bias, epsilon, offset, centres):
         channels = x.shape[-1]
         rows = _size(x) // channels
-        y = paddle.empty_like(x)
-        statistics = paddle.empty([rows, 2], "float32") if _has_graph(ctx) else None
+        y = empty(x.shape)
+        statistics = empty([rows, 2]) if _has_graph(ctx) else None
         _library.norm_forward(
-            _data(x), _data(weight), _data(bias), _data(y), _data(statistics), _i64(rows),
-            _i64(channels), _float(epsilon), _float(offset), _int(centres),
-        )  # fmt: skip
+            x, weight, bias, y, statistics, rows, channels, epsilon, offset, centres
+        )
         ctx.save_for_backward(x, statistics)
         ctx.weight, ctx.settings = weight, (offset, centres)
         ctx.needs = [not t.stop_gradient for t in (x, weight, bias) if t is not None]
@@ -295,14 +335,22 @@ class _Norm(PyLayer):
     def backward(ctx, grad):
         x, statistics = ctx.saved_tensor()
         (offset, centres), weight, channels = ctx.settings, ctx.weight, x.shape[-1]
-        grad, grad_x = contiguous(grad), paddle.empty_like(x)
-        vectors = [paddle.empty([channels], "float32") for _ in ctx.needs[1:]]
-        sums = paddle.empty([_num_threads() * 2 * channels], "float32")
+        grad, grad_x = contiguous(grad), empty(x.shape)
+        vectors = [empty([channels]) for _ in ctx.needs[1:]]
+        sums = empty([_num_threads() * 2 * channels])
         _library.norm_backward(
-            _data(x), _data(weight), _data(grad), _data(statistics), _data(grad_x),
-            *map(_data, (*vectors, None, None)[:2]), _data(sums), _i64(_size(x) // channels),
-            _i64(channels), _float(offset), _int(centres),
-        )  # fmt: skip
+            x,
+            weight,
+            grad,
+            statistics,
+            grad_x,
+            *(*vectors, None, None)[:2],
+            sums,
+            _size(x) // channels,
+            channels,
+            offset,
+            centres,
+        )
         found = [g if need else None for g, need in zip((grad_x, *vectors), ctx.needs, strict=True)]
         return found[0] if len(found) == 1 else tuple(found)
 
@@ -335,11 +383,8 @@ class _GatedNorm(PyLayer):
     def forward(ctx, x, gate, weight, epsilon):
         channels = x.shape[-1]
         rows = _size(x) // channels
-        y, inverses = paddle.empty_like(x), paddle.empty([rows], "float32")
-        _library.gated_norm_forward(
-            *map(_data, (x, gate, weight, y, inverses)), _i64(rows), _i64(channels),
-            _float(epsilon),
-        )  # fmt: skip
+        y, inverses = empty(x.shape), empty([rows])
+        _library.gated_norm_forward(x, gate, weight, y, inverses, rows, channels, epsilon)
         ctx.save_for_backward(x, gate, weight, inverses)
         ctx.needs = [not t.stop_gradient for t in (x, gate, weight)]
         return y
@@ -348,12 +393,19 @@ class _GatedNorm(PyLayer):
     def backward(ctx, grad):
         x, gate, weight, inverses = ctx.saved_tensor()
         channels = x.shape[-1]
-        grads = [paddle.empty_like(t) for t in (x, gate, weight)]
-        sums = paddle.empty([_num_threads() * channels], "float32")
+        grads = [empty(t.shape) for t in (x, gate, weight)]
+        sums = empty([_num_threads() * channels])
         _library.gated_norm_backward(
-            *map(_data, (x, gate, weight, contiguous(grad), inverses, *grads, sums)),
-            _i64(_size(x) // channels), _i64(channels),
-        )  # fmt: skip
+            x,
+            gate,
+            weight,
+            contiguous(grad),
+            inverses,
+            *grads,
+            sums,
+            _size(x) // channels,
+            channels,
+        )
         return tuple(g if need else None for g, need in zip(grads, ctx.needs, strict=True))
 
 
@@ -367,10 +419,10 @@ class _Convolution(PyLayer):
 
     @staticmethod
     def forward(ctx, u, weight, before, packed):
-        y, weight_JE = paddle.empty_like(u), weight.t().contiguous()
+        y, weight_JE = empty(u.shape), weight.t().contiguous()
         places = None if packed is None else packed.once(_places)
-        ctx.sizes = [_i64(n) for n in (*u.shape, weight.shape[1])]
-        _library.convolution_forward(*map(_data, (u, before, weight_JE, places, y)), *ctx.sizes)
+        ctx.sizes = (*u.shape, weight.shape[1])
+        _library.convolution_forward(u, before, weight_JE, places, y, *ctx.sizes)
         ctx.save_for_backward(u, weight_JE, *([] if before is None else [before]))
         given = (u, weight) if before is None else (u, weight, before)
         ctx.needs, ctx.places = [not t.stop_gradient for t in given], places
@@ -380,11 +432,18 @@ class _Convolution(PyLayer):
     def backward(ctx, grad):
         u, weight_JE, *others = ctx.saved_tensor()
         before = others[0] if others else None
-        grads = [paddle.empty_like(t) for t in (u, weight_JE, *others)]
+        grads = [empty(t.shape) for t in (u, weight_JE, *others)]
         _library.convolution_backward(
-            *map(_data, (u, before, weight_JE, ctx.places, contiguous(grad), grads[0])),
-            _data(grads[2] if others else None), _data(grads[1]), *ctx.sizes,
-        )  # fmt: skip
+            u,
+            before,
+            weight_JE,
+            ctx.places,
+            contiguous(grad),
+            grads[0],
+            grads[2] if others else None,
+            grads[1],
+            *ctx.sizes,
+        )
         grads[1] = grads[1].t()
         return tuple(g if need else None for g, need in zip(grads, ctx.needs, strict=True))
 
@@ -421,7 +480,7 @@ class _DeltaRule(PyLayer):
         ctx.needs = [not x.stop_gradient for x in inputs]
         kept = None
         if any(ctx.needs):
-            kept = paddle.empty([num_chunks, v.shape[2], q.shape[3], v.shape[3]], "float32")
+            kept = empty([num_chunks, v.shape[2], q.shape[3], v.shape[3]])
         out, _ = _delta_forward(inputs, None, sequences, None, kept)
         ctx.save_for_backward(*inputs, kept)
         ctx.sequences = sequences
@@ -430,13 +489,12 @@ class _DeltaRule(PyLayer):
     @staticmethod
     def backward(ctx, grad):
         *inputs, kept = ctx.saved_tensor()
-        grads = [paddle.empty_like(x) for x in inputs]
+        grads = [empty(x.shape) for x in inputs]
         sizes = _delta_sizes(inputs[0], inputs[1], inputs[2], ctx.sequences)
         room = _delta_room(*sizes[-2:])
         _library.delta_backward(
-            *map(_data, (*inputs, kept, ctx.sequences, contiguous(grad), *grads)),
-            *map(_i64, sizes), _data(room), _i64(room.shape[1]),
-        )  # fmt: skip
+            *inputs, kept, ctx.sequences, contiguous(grad), *grads, *sizes, room, room.shape[1]
+        )
         return tuple(g if need else None for g, need in zip(grads, ctx.needs, strict=True))
 
 
@@ -448,12 +506,9 @@ def _delta_forward(
     kept: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     q, k, v, *_ = inputs
-    sizes, out = _delta_sizes(q, k, v, sequences), paddle.empty_like(v)
+    sizes, out = _delta_sizes(q, k, v, sequences), empty(v.shape)
     room = _delta_room(*sizes[-2:])
-    _library.delta_forward(
-        *map(_data, (*inputs, state, sequences, out, after, kept)), *map(_i64, sizes),
-        _data(room), _i64(room.shape[1]),
-    )  # fmt: skip
+    _library.delta_forward(*inputs, state, sequences, out, after, kept, *sizes, room, room.shape[1])
     return out, after
 
 
@@ -464,7 +519,7 @@ def _delta_sizes(q: Tensor, k: Tensor, v: Tensor, sequences: np.ndarray) -> tupl
 def _delta_room(width: int, values: int) -> Tensor:
     """Per thread a `Chunk` of kernels.c, the gradients of one, and a state."""
     size = CHUNK * (5 * width + 6 * values + 8 * CHUNK + 5) + width * values
-    return paddle.empty([_num_threads(), size], "float32")
+    return empty([_num_threads(), size])
 
 
 def fits_rule(
@@ -507,11 +562,11 @@ def gated_delta_rule(
         sequences = np.array(packed.offsets, dtype=np.int64)
     if not keeps_state and state_BNCV is None:
         return _DeltaRule.apply(*inputs, sequences), None
-    after = paddle.empty([len(sequences) - 1, heads, width, values], "float32")
+    after = empty([len(sequences) - 1, heads, width, values])
     if length > 1 or packed is not None:
         return _delta_forward(inputs, state_BNCV, sequences, after, None)
-    out, sizes = paddle.empty_like(v_BLNV), (batch, key_heads, heads, width, values)
-    _library.delta_token(*map(_data, (*inputs, state_BNCV, after, out)), *map(_i64, sizes))
+    out, sizes = empty(v_BLNV.shape), (batch, key_heads, heads, width, values)
+    _library.delta_token(*inputs, state_BNCV, after, out, *sizes)
     return out, after
 
 
@@ -528,19 +583,26 @@ class _Attention(PyLayer):
     @staticmethod
     def forward(ctx, q, k, v, segments, scale, causal, key_bias, seen):
         rows, heads, width = _size(q) // (q.shape[-2] * q.shape[-1]), *q.shape[-2:]
-        out, statistics = paddle.empty_like(q), paddle.empty([rows, heads, 2], "float32")
+        out, statistics = empty(q.shape), empty([rows, heads, 2])
         longest = int(segments[:, 3].max())
         ctx.sizes = (
-            _data(segments), _i64(len(segments)), _i64(heads), _i64(k.shape[-2]), _i64(width),
-            _float(scale), _int(causal), _data(key_bias), _data(seen and seen.visible),
-            _data(seen and seen.ends), _i64(seen.visible.shape[-1] if seen else 0), _float(_HIDDEN),
-        )  # fmt: skip
+            segments,
+            len(segments),
+            heads,
+            k.shape[-2],
+            width,
+            scale,
+            causal,
+            key_bias,
+            seen and seen.visible,
+            seen and seen.ends,
+            seen.visible.shape[-1] if seen else 0,
+            _HIDDEN,
+        )
         ctx.room, ctx.kept = _BLOCK * longest, (segments, key_bias, seen)
         ctx.needs = [not x.stop_gradient for x in (q, k, v)]
-        room = paddle.empty([_num_threads() * ctx.room], "float32")
-        _library.attention_forward(
-            *map(_data, (q, k, v, out, statistics)), *ctx.sizes, _data(room), _i64(ctx.room)
-        )
+        room = empty([_num_threads() * ctx.room])
+        _library.attention_forward(q, k, v, out, statistics, *ctx.sizes, room, ctx.room)
         # Detached: kept itself, an output without a backward pass would never be freed.
         ctx.save_for_backward(q, k, v, out.detach(), statistics)
         return out
@@ -548,11 +610,9 @@ class _Attention(PyLayer):
     @staticmethod
     def backward(ctx, grad):
         kept = ctx.saved_tensor()
-        grads = [paddle.empty_like(x) for x in kept[:3]]
-        room, grad = paddle.empty([2 * _num_threads() * ctx.room], "float32"), contiguous(grad)
-        _library.attention_backward(
-            *map(_data, (*kept, grad, *grads)), *ctx.sizes, _data(room), _i64(ctx.room)
-        )
+        grads = [empty(x.shape) for x in kept[:3]]
+        room, grad = empty([2 * _num_threads() * ctx.room]), contiguous(grad)
+        _library.attention_backward(*kept, grad, *grads, *ctx.sizes, room, ctx.room)
         return tuple(x if need else None for x, need in zip(grads, ctx.needs, strict=True))
 
 
@@ -636,20 +696,72 @@ def masked_attention(
     return with_averages(out_BLNH, v_BSKH, mask)
 
 
+def _is_answer(*tensors: Tensor) -> bool:
+    """Whether nothing is differentiated, and the kernels take these."""
+    return all(x.stop_gradient for x in tensors) and is_dense(*tensors)
+
+
 def fits_paged(q_RNH: Tensor, key_MKH: Tensor, value_MKH: Tensor, paged: PagedKeys) -> bool:
     """Whether `paged_attention` takes these: without gradients."""
-    inputs = (q_RNH, key_MKH, value_MKH)
-    return all(x.stop_gradient for x in inputs) and is_dense(*inputs)
+    return _is_answer(q_RNH, key_MKH, value_MKH)
 
 
 def paged_attention(q_RNH: Tensor, key_MKH: Tensor, value_MKH: Tensor, paged: PagedKeys) -> Tensor:
     """`nn.attention.paged_attention`, which reads the keys where they lie."""
-    (rows, heads, width), key_heads = q_RNH.shape, key_MKH.shape[1]
-    out, room_size = paddle.empty_like(q_RNH), heads // key_heads * paged.length
-    room = paddle.empty([_num_threads() * room_size], "float32")
-    _library.paged_attention(
-        *map(_data, (q_RNH, key_MKH, value_MKH, paged.places, paged.offsets, out)),
-        *map(_i64, (rows, heads, key_heads, width)),
-        *(_float(width**-0.5), _data(room), _i64(room_size)),
+    key_heads, width = key_MKH.shape[1:]
+    strides = (0, width, key_heads * width)
+    return _token_attention(
+        (q_RNH, None, None, key_MKH, value_MKH, paged.places, paged.offsets, None),
+        key_heads,
+        strides,
+        paged.length,
+    )
+
+
+def fits_appended(
+    q_B1NH: Tensor,
+    key_B1KH: Tensor,
+    value_B1KH: Tensor,
+    key_BKCH: Tensor,
+    value_BKCH: Tensor,
+    cached: CachedKeys,
+) -> bool:
+    """Whether `appended_attention` takes these: without gradients."""
+    return _is_answer(q_B1NH, key_B1KH, value_B1KH, key_BKCH, value_BKCH)
+
+
+def appended_attention(
+    q_B1NH: Tensor,
+    key_B1KH: Tensor,
+    value_B1KH: Tensor,
+    key_BKCH: Tensor,
+    value_BKCH: Tensor,
+    cached: CachedKeys,
+) -> Tensor:
+    """`nn.attention.appended_attention`."""
+    _, key_heads, capacity, width = key_BKCH.shape
+    strides = (key_heads * capacity * width, capacity * width, width)
+    bias_BS = None if cached.key_bias_BS is None else contiguous(cached.key_bias_BS)
+    return _token_attention(
+        (q_B1NH, key_B1KH, value_B1KH, key_BKCH, value_BKCH, None, None, bias_BS),
+        key_heads,
+        strides,
+        cached.length,
+    )
+
+
+def _token_attention(
+    tensors: Sequence[Tensor | None], key_heads: int, strides: Sequence[int], longest: int
+) -> Tensor:
+    """`token_attention` of kernels.c: its tensors up to the result, and its strides."""
+    query: Any = tensors[0]
+    heads, width = query.shape[-2:]
+    out, room_size = empty(query.shape), heads * longest
+    room = empty([_num_threads() * room_size])
+    _library.token_attention(
+        *tensors,
+        out,
+        *(query.shape[0], heads, key_heads, width, *strides, longest),
+        *(width**-0.5, room, room_size),
     )
     return out

@@ -27,7 +27,7 @@ void cblas_strsm(int layout, int side, int triangle, int trans_a, int diagonal, 
 enum { ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112, LOWER = 122, UNIT = 132, LEFT = 141 };
 
 /* Version of the interface, checked after loading. */
-int paddle_vl_kernels_version(void) { return 7; }
+int paddle_vl_kernels_version(void) { return 8; }
 
 /* exp(x) to about one unit in the last place; 0 below -87.3 and the largest power above 88.
  * Source: expf of the Cephes library (S. Moshier). */
@@ -191,6 +191,33 @@ void rotate(const float *x, float *y, const float *cos, const float *sin, i64 ro
           o[j + half] = a[j + half] * c[j + half] - a[j] * s[j];
         }
       }
+    }
+  }
+}
+
+/* `rotate` of the first `rotated` channels of heads that are divided by their root mean square and
+ * multiplied by offset + weight, as are their other channels. */
+void normed_rotary(const float *x, const float *weight, float *y, const float *cos, const float *sin,
+                   i64 rows, i64 heads, i64 width, i64 rotated, float epsilon, float offset) {
+  i64 half = rotated / 2;
+#pragma omp parallel for schedule(static)
+  for (i64 n = 0; n < rows; n++) {
+    const float *c = cos + n * rotated, *s = sin + n * rotated;
+    for (i64 h = 0; h < heads; h++) {
+      const float *a = x + (n * heads + h) * width;
+      float *o = y + (n * heads + h) * width, square = 0.0f;
+#pragma omp simd reduction(+ : square)
+      for (i64 j = 0; j < width; j++) square += a[j] * a[j];
+      float inverse = 1.0f / sqrtf(square / width + epsilon);
+#pragma omp simd
+      for (i64 j = 0; j < half; j++) {
+        float first = a[j] * inverse * (offset + weight[j]);
+        float second = a[j + half] * inverse * (offset + weight[j + half]);
+        o[j] = first * c[j] - second * s[j];
+        o[j + half] = second * c[j + half] + first * s[j + half];
+      }
+#pragma omp simd
+      for (i64 j = rotated; j < width; j++) o[j] = a[j] * inverse * (offset + weight[j]);
     }
   }
 }
@@ -901,26 +928,63 @@ void attention_forward(const float *q, const float *k, const float *v, float *ou
   }
 }
 
-/* One query of each row over the keys of that row, at any places of a memory [places][key heads][H];
- * a row's places begin at its offset. `room` has T * groups * longest keys floats. */
-void paged_attention(const float *q, const float *k, const float *v, const i64 *places,
-                     const int32_t *offsets, float *out, i64 rows, i64 query_heads, i64 key_heads,
-                     i64 width, float scale, float *room, i64 room_size) {
-  i64 groups = query_heads / key_heads, num_tasks = rows * key_heads, next = 0;
+/* One query of each row over the keys of that row. Key j of a row and a head lies at row * row_stride +
+ * head * head_stride + place * place_stride of `k`, its place being places[offsets[row] + j], or j
+ * itself where `places` is NULL: then all rows have `length` keys, of which `bias` [rows][length], if
+ * there is one, is added to the scores. New keys and values [rows][key heads][H], if there are any,
+ * are written first, at the last place of their row. `room` has T * query heads * longest keys floats.
+ *
+ * A task is a row, whose heads often lie side by side, or a key head of one if there are few rows. */
+void token_attention(const float *q, const float *new_k, const float *new_v, float *k, float *v,
+                     const i64 *places, const int32_t *offsets, const float *bias, float *out,
+                     i64 rows, i64 query_heads, i64 key_heads, i64 width, i64 row_stride,
+                     i64 head_stride, i64 place_stride, i64 length, float scale, float *room,
+                     i64 room_size) {
+  i64 groups = query_heads / key_heads, parts = rows < omp_get_max_threads() ? key_heads : 1;
+  i64 heads = key_heads / parts, num_tasks = rows * parts, next = 0;
 #pragma omp parallel
   {
     float *scores = room + (size_t)omp_get_thread_num() * room_size;
     for (i64 task; (task = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < num_tasks;) {
-      i64 row = task / key_heads, head = task % key_heads, keys = offsets[row + 1] - offsets[row];
-      const i64 *place = places + offsets[row];
-      const float *query = q + (row * query_heads + head * groups) * width;
-      float *result = out + (row * query_heads + head * groups) * width;
-      for (i64 j = 0; j < keys; j++) {
-        const float *key = k + (place[j] * key_heads + head) * width;
-        for (i64 g = 0; g < groups; g++)
-          scores[g * keys + j] = scale * dot(query + g * width, key, width);
+      i64 row = task / parts, first = task % parts * heads;
+      i64 keys = places ? offsets[row + 1] - offsets[row] : length;
+      const i64 *place = places ? places + offsets[row] : NULL;
+      float *key = k + row * row_stride + first * head_stride;
+      float *value = v + row * row_stride + first * head_stride;
+      if (new_k) {
+        i64 last = (place ? place[keys - 1] : keys - 1) * place_stride;
+        for (i64 h = 0; h < heads; h++) {
+          i64 from = (row * key_heads + first + h) * width;
+          memcpy(key + last + h * head_stride, new_k + from, sizeof(float) * width);
+          memcpy(value + last + h * head_stride, new_v + from, sizeof(float) * width);
+        }
       }
-      for (i64 g = 0; g < groups; g++) {
+      const float *query = q + (row * query_heads + first * groups) * width;
+      float *result = out + (row * query_heads + first * groups) * width;
+      /* Four keys at a time: a sum of its own for each hides what adding its lanes takes. */
+      for (i64 j = 0; j < keys; j += 4) {
+        i64 at[4];
+        for (i64 n = 0; n < 4; n++) {
+          i64 one = j + n < keys ? j + n : keys - 1;
+          at[n] = (place ? place[one] : one) * place_stride;
+        }
+        for (i64 g = 0; g < heads * groups; g++) {
+          const float *x = query + g * width, *own = key + g / groups * head_stride;
+          const float *k0 = own + at[0], *k1 = own + at[1], *k2 = own + at[2], *k3 = own + at[3];
+          float s0 = 0.0f, s1 = 0.0f, s2 = 0.0f, s3 = 0.0f;
+#pragma omp simd reduction(+ : s0, s1, s2, s3)
+          for (i64 i = 0; i < width; i++) {
+            s0 += x[i] * k0[i];
+            s1 += x[i] * k1[i];
+            s2 += x[i] * k2[i];
+            s3 += x[i] * k3[i];
+          }
+          float sums[4] = {s0, s1, s2, s3};
+          for (i64 n = 0; n < 4 && j + n < keys; n++)
+            scores[g * keys + j + n] = scale * sums[n] + (bias ? bias[row * length + j + n] : 0.0f);
+        }
+      }
+      for (i64 g = 0; g < heads * groups; g++) {
         float *score = scores + g * keys, largest = -INFINITY, sum = 0.0f;
 #pragma omp simd reduction(max : largest)
         for (i64 j = 0; j < keys; j++) largest = score[j] > largest ? score[j] : largest;
@@ -933,13 +997,21 @@ void paged_attention(const float *q, const float *k, const float *v, const i64 *
 #pragma omp simd
         for (i64 j = 0; j < keys; j++) score[j] *= sum;
       }
-      memset(result, 0, sizeof(float) * groups * width);
-      for (i64 j = 0; j < keys; j++) {
-        const float *value = v + (place[j] * key_heads + head) * width;
-        for (i64 g = 0; g < groups; g++) {
-          float weight = scores[g * keys + j];
+      memset(result, 0, sizeof(float) * heads * groups * width);
+      for (i64 j = 0; j < keys; j += 4) {
+        i64 at[4];
+        for (i64 n = 0; n < 4; n++) {
+          i64 one = j + n < keys ? j + n : keys - 1;
+          at[n] = (place ? place[one] : one) * place_stride;
+        }
+        for (i64 g = 0; g < heads * groups; g++) {
+          const float *own = value + g / groups * head_stride;
+          const float *v0 = own + at[0], *v1 = own + at[1], *v2 = own + at[2], *v3 = own + at[3];
+          float w[4], *sum = result + g * width;
+          for (i64 n = 0; n < 4; n++) w[n] = j + n < keys ? scores[g * keys + j + n] : 0.0f;
 #pragma omp simd
-          for (i64 i = 0; i < width; i++) result[g * width + i] += weight * value[i];
+          for (i64 i = 0; i < width; i++)
+            sum[i] += w[0] * v0[i] + w[1] * v1[i] + w[2] * v2[i] + w[3] * v3[i];
         }
       }
     }

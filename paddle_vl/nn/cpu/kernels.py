@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import paddle
 import paddle.nn.functional as F
-from paddle import Tensor
+from paddle import Tensor, _C_ops
 from paddle.autograd import PyLayer
 
 from paddle_vl.nn.attention import CachedKeys, RotaryTables, biased_rows
@@ -25,17 +25,23 @@ from paddle_vl.nn.cpu import onednn
 from paddle_vl.nn.experts import GroupedProduct, GroupSizes
 from paddle_vl.nn.operations import column_sum, row_sum
 
+_FLOAT32, _HOST = paddle.float32, paddle.CPUPlace()
+
 # What fits
 
 
 def is_dense(*args: Any) -> bool:
     """Whether all tensors among these are contiguous float32 and not empty."""
-    # `x.size` takes as long as a small operation.
-    return all(
-        x.dtype == paddle.float32 and x.is_contiguous() and 0 not in x.shape
-        for x in args
-        if isinstance(x, Tensor)
-    )
+    for x in args:
+        # `x.size` takes as long as a small operation.
+        if isinstance(x, Tensor) and (x.dtype != _FLOAT32 or not x.is_contiguous() or 0 in x.shape):
+            return False
+    return True
+
+
+def empty(shape: Any) -> Tensor:
+    """A float32 tensor without values in host memory, in a third of the time of `paddle.empty`."""
+    return _C_ops.empty(shape, _FLOAT32, _HOST)
 
 
 def takes(*args: Any) -> bool:

@@ -21,11 +21,13 @@ from paddle_vl.batch.positions import checked_grid
 from paddle_vl.families.vlm.answering.generate import EmbeddedPrompts, step_logits
 from paddle_vl.families.vlm.modeling.layers import VisionFeatures, decoder_positions
 from paddle_vl.families.vlm.training.row_adapters import RowAdapters
-from paddle_vl.nn.attention import PagedKeys
+from paddle_vl.nn.attention import PagedKeys, RotaryTables
 from paddle_vl.nn.transfer import device_tensor
 
 # Rows of whole tiles of a matrix product, on CPUs and GPUs.
 _TILE = 16
+# Positions whose rotary tables are made at first.
+_TABLE_ROWS = 1024
 
 
 class _Item(NamedTuple):
@@ -124,6 +126,7 @@ class BatchedModel:
         self._pools = [model.new_pool(i, places, num_rows + 1) for i in layers]
         self._kept: OrderedDict[Any, tuple[VisionFeatures, int]] = OrderedDict()
         self.image_hits = self.image_misses = self.kept_bytes = 0
+        self._tables: RotaryTables | None = None
 
     def use_thread(self) -> None:
         """Make this thread run on the model's device."""
@@ -193,12 +196,25 @@ class BatchedModel:
         self.adapters.chosen = device_tensor(chosen) if chosen.any() else 0
         numbers = [*rows, *[self._num_rows] * more]
         self._use(PagedKeys([*places, *[nowhere] * more], rows=numbers))
-        position_3R1 = np.tile(np.array([*positions, *[0] * more])[:, None], [3, 1, 1])
-        inputs = decoder_positions(
-            self._model.config, {"position_ids": device_tensor(position_3R1)}
-        )
+        inputs = self._decoder_inputs(np.array([*positions, *[0] * more]))
         ids_R1 = device_tensor(np.array([*tokens, *[0] * more], dtype=np.int64)[:, None])
         return step_logits(self._model, ids_R1, inputs, self._pools)
+
+    def _decoder_inputs(self, position_R: np.ndarray) -> dict[str, Any]:
+        """Positions and rotary tables of a token of each row, taken from tables of all positions,
+        which grow."""
+        if self._tables is None or position_R.max() >= len(self._tables.cos_TH):
+            count = _TABLE_ROWS
+            while count <= position_R.max():
+                count *= 2
+            every_3P1 = np.tile(np.arange(count)[:, None], [3, 1, 1])
+            made = decoder_positions(
+                self._model.config, {"position_ids": paddle.to_tensor(every_3P1)}
+            )
+            self._tables = made["rotary_pos_emb"]
+        position_R1 = device_tensor(position_R[:, None])
+        rows = (paddle.index_select(x, position_R1[:, 0]) for x in self._tables)
+        return {"position_ids": position_R1, "rotary_pos_emb": RotaryTables(*rows)}
 
     def _use(self, paged: PagedKeys) -> None:
         for pool in self._pools:

@@ -36,6 +36,7 @@ from paddle_vl.nn.attention import (
     RotaryTables,
     apply_rotary,
     mrope_tables,
+    normed_rotary,
     vision_tables,
 )
 from paddle_vl.nn.attention_masks import MASKED_SCORE, SliceMask
@@ -364,8 +365,10 @@ class VLSelfAttention(nn.Layer):
         if self.is_gated:
             gated = q_BLNH.reshape([-1, length, q_BLNH.shape[2] // 2, 2 * width])
             q_BLNH, gate_BLNH = paddle.split(gated, 2, axis=-1)
-        q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
-        q_BLNH, k_BLKH = rotate_first(q_BLNH, k_BLKH, tables.astype(x_TD.dtype))
+        norm, weights = self.q_norm, (self.q_norm.weight, self.k_norm.weight)
+        q_BLNH, k_BLKH = normed_rotary(
+            q_BLNH, k_BLKH, tables.astype(x_TD.dtype), *weights, norm.epsilon, norm.offset
+        )
         if cache is not None:
             out_BLNH = cache.attend(q_BLNH, k_BLKH, v_BLKH, key_bias)
         else:
@@ -373,17 +376,6 @@ class VLSelfAttention(nn.Layer):
         if gate_BLNH is not None:
             out_BLNH = out_BLNH * F.sigmoid(gate_BLNH)
         return self.o_proj(out_BLNH.reshape([-1, out_BLNH.shape[2] * width]))
-
-
-def rotate_first(q: Tensor, k: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
-    """`apply_rotary` on as many first channels as the tables have; the others are unchanged."""
-    rotated = tables.cos_TH.shape[-1]
-    if rotated == q.shape[-1]:
-        return apply_rotary(q, k, tables)
-    parts = [paddle.split(x, [rotated, x.shape[-1] - rotated], axis=-1) for x in (q, k)]
-    turned = apply_rotary(parts[0][0], parts[1][0], tables)
-    q, k = (paddle.concat([x, rest], axis=-1) for x, (_, rest) in zip(turned, parts, strict=True))
-    return q, k
 
 
 class VLDecoderLayer(nn.Layer):

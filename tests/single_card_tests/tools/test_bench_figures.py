@@ -1,0 +1,105 @@
+"""The figures of the benchmarks are times of what they name.
+
+Guarantees: times that `step.py` and `answers.py` report are within a factor of 20 of another
+clock's around the same calls, which a wrong unit, a wrong divisor or two clocks would miss; the
+first answer, which warms up, is not among them.
+"""
+
+import json
+import textwrap
+
+import pytest
+
+import references
+from tests.support import forked
+
+FACTOR = 20
+PRELUDE = """
+    import functools, json, statistics, sys, time
+    import answers, harness, references, step
+    from pathlib import Path
+
+    def watched(owner, name):
+        spent, call = [], getattr(owner, name)
+        @functools.wraps(call)
+        def timed(*args, **kwargs):
+            begin = time.monotonic_ns()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                spent.append((time.monotonic_ns() - begin) / 1e9)
+        setattr(owner, name, timed)
+        return spent
+
+    def small(settings):
+        text, vision = (settings["model"]["config"][f"{k}_config"] for k in ("text", "vision"))
+        text |= {"num_hidden_layers": 1} | ({"layer_types": ["full_attention"]}
+                                            if "layer_types" in text else {})
+        vision |= {"depth": 1} | ({"deepstack_visual_indexes": [0]}
+                                  if "deepstack_visual_indexes" in vision else {})
+        return settings
+"""
+
+
+def figures(program: str, work) -> dict[str, tuple[float, float]]:
+    """What a program prints: of each figure the benchmark's number and the other clock's."""
+    text = textwrap.dedent(PRELUDE) + textwrap.dedent(program)
+    done = forked.run(["-c", text, str(work)])
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check(found: dict[str, tuple[float, float]]) -> None:
+    assert found
+    for name, (figure, clock) in found.items():
+        assert clock / FACTOR < figure < clock * FACTOR, (name, figure, clock)
+
+
+def test_a_step_takes_as_long_as_the_clock_says(digits, tmp_path):
+    (tmp_path / "data").symlink_to(digits)
+    program = """
+        import yaml
+        from paddle_vl.train.trainer import Trainer
+
+        work = Path(sys.argv[1])
+        config = small(yaml.safe_load(step.CONFIGS["qwen3_vl"].read_text()))
+        (work / "config.yaml").write_text(yaml.safe_dump(config))
+        step.CONFIGS["qwen3_vl"] = work / "config.yaml"
+        spent = watched(Trainer, "train_one_step")
+        found = step.measure("qwen3_vl", str(work), 1, 2, [], compiles=True)["seconds"]
+        clock = statistics.median(spent[step.WARM_UP:])
+        parts = sum(found[name] for name in step.PHASES)
+        pairs = {"step": found["step"], "cpu": found["cpu"], "phases": parts}
+        print(json.dumps({name: (figure, clock) for name, figure in pairs.items()}))
+    """
+    check(figures(program, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("side", "owner", "first", "further"),
+    [
+        ("MODEL", "families.vlm.answering.generate:_CachedDecoder", "prefill", "advance"),
+        ("ENGINE", "families.vlm.answering.batched:BatchedModel", "prefill", "advance"),
+    ],
+)
+def test_an_answer_takes_as_long_as_the_clock_says(side, owner, first, further, tmp_path):
+    program = f"""
+        from importlib import import_module
+
+        read = answers.settings_of
+        answers.settings_of = lambda family: small(read(family))
+        references.PROMPTS, references.RUNS = (1, 2), 2
+        module, name = "{owner}".split(":")
+        owner = getattr(import_module("paddle_vl." + module), name)
+        firsts, furthers = watched(owner, "{first}"), watched(owner, "{further}")
+        found = answers.measure("qwen3_vl", answers.{side}, "", 1, 4)["seconds"]
+        clocks = {{"first": statistics.median(firsts), "next": statistics.median(furthers)}}
+        assert set(found) == {{f"{{w}} of {{n}}" for w in clocks for n in (1, 2)}}
+        print(json.dumps({{n: (found[n], clocks[n.split()[0]]) for n in found}}))
+    """
+    check(figures(program, tmp_path))
+
+
+def test_the_least_of_the_answers_behind_the_first_counts():
+    runs = [[0.0, 90.0, 180.0, 270.0], [10.0, 12.0, 13.0, 14.0], [20.0, 21.0, 24.0, 27.0]]
+    assert references.least_of(runs, 8) == {"first of 8": 1.0, "next of 8": 1.0}
