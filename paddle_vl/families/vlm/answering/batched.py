@@ -213,7 +213,8 @@ class BatchedModel:
             )
             self._tables = made["rotary_pos_emb"]
         position_R1 = device_tensor(position_R[:, None])
-        rows = (paddle.index_select(x, position_R1[:, 0]) for x in self._tables)
+        tables: Any = self._tables
+        rows = (paddle.index_select(x, position_R1[:, 0]) for x in tables)
         return {"position_ids": position_R1, "rotary_pos_emb": RotaryTables(*rows)}
 
     def _use(self, paged: PagedKeys) -> None:
