@@ -6,8 +6,8 @@
 `step.py` and `answers.py` run it with `--against PYTHON`, an interpreter that has torch, PyYAML and
 transformers (sdpa), or opentau; nothing of paddle_vl is imported. With `--tokens` HF answers
 prompts. OpenTau casts to bfloat16 by a function of each of its modules, which float32 takes the
-place of here; its tokenizer of the Hub is replaced by the made-up data's own, so that the texts have
-the same lengths.
+place of here; its tokenizer of the Hub is replaced by the made-up data's own, so that the texts
+have the same lengths.
 """
 
 import argparse
