@@ -11,7 +11,6 @@ import paddle
 from paddle import Tensor
 
 from paddle_vl.checkpoint.safetensors_io import TensorToWrite
-from paddle_vl.nn.linear import gradient_of
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.parameter_table import ParamSpec
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
@@ -49,22 +48,8 @@ class ColocatedOptimizer:
         for each in self.optimizers:
             each.collect_gradients()
 
-    @paddle.no_grad()
     def squared_norm(self, ranks: SingleRank = ONE_RANK) -> Tensor:
-        """See `Optimizer`; one without any gradient, in a step without items, counts as zero.
-
-        Raises:
-            RuntimeError: none has a gradient.
-        """
-        present = [
-            each
-            for each in self.optimizers
-            if any(gradient_of(tensor) is not None for tensor in each.tensors)
-        ]
-        # One of the others raises if it has parameters to train.
-        return sum(
-            (each.squared_norm(ranks) for each in present or self.optimizers), paddle.zeros([])
-        )
+        return sum((each.squared_norm(ranks) for each in self.optimizers), paddle.zeros([]))
 
     def reached(self) -> np.ndarray:
         return np.maximum.reduce([each.reached() for each in self.optimizers])

@@ -8,9 +8,10 @@ With room for a fixed number of rows at experts of other ranks (`ExpertCapacity`
 more makes no update: the norm says so, and the step is repeated with exact sizes.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from math import isnan
 from typing import Any, Protocol
@@ -29,6 +30,7 @@ from paddle_vl.train.colocated_optimizer import ColocatedOptimizer
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.phases import Phase, phase
 
+logger = logging.getLogger(__name__)
 # Numbers besides loss counts, sources and branches: samples, tokens, packed places.
 _NUM_REST = 3
 # In place of a norm: the step is to be repeated with exact sizes.
@@ -313,7 +315,8 @@ def train_step(
 ) -> StepOutcome:
     """Train on the micro-batches of all ranks as one batch. All ranks call it together.
 
-    A micro-batch weighs as much as it counts in the divisors of the losses.
+    A micro-batch weighs as much as it counts in the divisors of the losses. A step whose losses
+    depend on no trained parameter updates nothing.
 
     Args:
         micro_batches: this rank's.
@@ -341,7 +344,12 @@ def train_step(
         seed()
         outcome, norm, reached = passes(batches, [])
         outcome = replace(outcome, is_repeated=True)
-    if not isnan(norm):
+    own = optimizer.reached() if reached is None else reached
+    if norm == 0.0 and not own.any():
+        # As of text alone, where the tower alone is trained.
+        if ranks.is_main:
+            _tell_of_idle_steps()
+    elif not isnan(norm):
         with phase(Phase.OPTIMIZER):
             optimizer.update(learning_rate, norm, reached)
     with phase(Phase.CLEARING):
@@ -390,6 +398,16 @@ def _passes(
             return outcome, float(number), None
         read = paddle.concat([number.reshape([1]), reached]).numpy()
     return outcome, float(read[0]), read[1:]
+
+
+@cache
+def _tell_of_idle_steps() -> None:
+    """Once in a process."""
+    logger.warning(
+        "no trained parameter got a gradient in a step, so nothing was updated; that may happen "
+        "again, and is not said again. If no step trains anything, check model.freeze against what "
+        "the data contains"
+    )
 
 
 @host_table

@@ -2,7 +2,8 @@
 
 Guarantees: accumulation over unequal micro-batches equals one large batch, in the loss and every
 gradient; a non-finite step changes nothing, whether its flag is read or masks the update on the
-device; a step without targets is refused; recomputation changes no gradient; ranks exchange the
+device; a step without targets is refused, and one that reaches nothing trained updates nothing and
+says so once; recomputation changes no gradient; ranks exchange the
 counts of sources with the others, as many numbers as a rank that leaves sends; a step whose experts
 overflow is repeated with exact sizes and the same random numbers, and updates once. The golden
 cases compare this step with HF's trajectory on torch.
@@ -99,6 +100,24 @@ def test_step_without_targets_is_refused():
     batch = image_batch([[1, 2]], [2])
     with pytest.raises(ValueError, match="have no target token"):
         train_step(vl_runner(model), build(model), micro_batches(batch, batch), 0.01)
+
+
+def test_a_step_that_reaches_nothing_trained_updates_nothing(caplog):
+    model = tiny_model()
+    named = list(model.hf_named_parameters())
+    decoder = ["model.language_model.*", "lm_head.*"]
+    trained = freeze_parameters(named, trained_names(dict(named), decoder))
+    optimizer = Optimizer(trained, TrainConfig(output_dir="o", weight_decay=0.1), set(dict(named)))
+    before = model.hf_state_dict()
+    text = {"input_ids": [[1, 2, 3]], "labels": [[-100, 2, 3]], "position_ids": [[[0, 1, 2]]] * 3}
+    text |= {"attention_mask": [[1, 1, 1]], "real_row_indices": [0, 1, 2]}
+    batch = {name: np.array(value) for name, value in text.items()}
+    batch |= {"num_target_tokens": 2, "has_left_padding": False}
+    results = [train_step(vl_runner(model), optimizer, micro_batches(batch), 0.1) for _ in range(2)]
+    assert [result.grad_norm.item() for result in results] == [0.0, 0.0]
+    for name, array in model.hf_state_dict().items():
+        np.testing.assert_array_equal(array, before[name], err_msg=name)
+    assert caplog.text.count("no trained parameter got a gradient") == 1
 
 
 @pytest.mark.parametrize("frozen", ["none", "patch embedding", "tower", "all below the last layer"])
