@@ -259,7 +259,6 @@ def test_only_good_checkpoints_count(tmp_path):
     flip(save_checkpoint(tmp_path, 3) / "optimizer.safetensors")
     old = save_checkpoint(tmp_path, 6)
     (old / "manifest.json").unlink()
-    (old / "trainer_state.json").write_text('{"step": 6}')
     save_checkpoint(tmp_path, 9)
     save_checkpoint(tmp_path, 7, save_total_limit=3)
     # 7, 5 and 2 are good; 9 is later than the last save, so this writer leaves it alone.
