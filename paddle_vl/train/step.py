@@ -26,7 +26,6 @@ from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.objective import BatchAdapter, Loss
 from paddle_vl.nn.transfer import host_table
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
-from paddle_vl.train.colocated_optimizer import ColocatedOptimizer
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.phases import Phase, phase
 
@@ -305,7 +304,7 @@ def leave_step(num_agreed: int, ranks: SingleRank, signal: int | None) -> int | 
 
 def train_step(
     runner: Runner,
-    optimizer: Optimizer | ColocatedOptimizer,
+    optimizer: Optimizer,
     micro_batches: Sequence[MicroBatch],
     learning_rate: float,
     ranks: SingleRank = ONE_RANK,
@@ -359,7 +358,7 @@ def train_step(
 
 def _passes(
     runner: Runner,
-    optimizer: Optimizer | ColocatedOptimizer,
+    optimizer: Optimizer,
     totals: StepTotals,
     ranks: SingleRank,
     before_wait: Callable[[], object],
@@ -419,7 +418,7 @@ def _flags(content: bytes) -> np.ndarray:
 @paddle.no_grad()
 def _summed(
     terms: Tensor,
-    optimizer: Optimizer | ColocatedOptimizer,
+    optimizer: Optimizer,
     ranks: SingleRank,
     num_terms: int,
     capacities: Sequence[ExpertCapacity],

@@ -25,7 +25,6 @@ from paddle_vl.files.text_file import write_text
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train import checkpoint as checkpoints
 from paddle_vl.train.best import BestEvaluation
-from paddle_vl.train.colocated_optimizer import ColocatedOptimizer
 from paddle_vl.train.feeding.device_copies import device_copies
 from paddle_vl.train.feeding.feed import BatchFeed, DataPlace
 from paddle_vl.train.freeze import reported_rates
@@ -78,7 +77,7 @@ class Trainer:
         self,
         config: RunConfig,
         runner: Runner,
-        optimizer: Optimizer | ColocatedOptimizer,
+        optimizer: Optimizer,
         data: PrefetchingLoader,
         length: RunLength,
         save_model: Fill,
