@@ -19,20 +19,14 @@ from paddle_vl.parallel.store.membership import ranks_text
 
 def gather_values(value: Any, group=None) -> list[Any]:
     """All-gather one value of JSON types per rank, which may differ; in the order of the group,
-    by default of all ranks."""
-    return [json.loads(text) for text in gather_bytes(json.dumps(value).encode(), group)]
-
-
-def gather_bytes(data: bytes, group=None) -> list[bytes]:
-    """All-gather bytes of any length per rank: first the lengths, then the padded bytes."""
+    by default of all ranks. First the lengths, then the padded texts."""
+    data = json.dumps(value).encode()
     length = paddle.to_tensor(np.array([len(data)], np.int64))
     sizes = [size.item() for size in gathered_arrays(length, group)]
-    if not max(sizes):
-        return [b"" for _ in sizes]
     padded = np.zeros(max(sizes), np.uint8)
     padded[: len(data)] = np.frombuffer(data, np.uint8)
     rows = gathered_arrays(paddle.to_tensor(padded), group)
-    return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
+    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
 def check_agree(own: Mapping[str, Any], where: str, problem: str, remedy: str) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 import paddle.distributed as dist
 import pytest
 
-from paddle_vl.parallel.agree import check_agree, gather_bytes, gather_values
+from paddle_vl.parallel.agree import check_agree, gather_values
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.topology import initialize
 from tests.support.launch import launch, outcome_of, run_checks
@@ -59,8 +59,6 @@ def worker() -> dict:
             "values": lambda: gather_values(VALUES[rank]),
             "pair": lambda: in_pair({"rank": rank}),
             "not finite": lambda: gather_values([math.inf, rank]),
-            "bytes": lambda: gather_bytes(bytes([rank]) * rank),
-            "nothing": lambda: gather_bytes(b""),
             **{f"fields {name}": partial(error, values) for name, values in FIELDS.items()},
         }
     )
@@ -79,11 +77,6 @@ def test_values_come_back_as_they_were(outcomes):
         [{"rank": 0}, {"rank": 2}],
     ]
     assert outcome_of(outcomes, "not finite") == [[[math.inf, rank] for rank in range(3)]] * 3
-
-
-def test_bytes_of_different_lengths_come_back(outcomes):
-    assert outcome_of(outcomes, "bytes") == [[b"", b"\1", b"\2\2"]] * 3
-    assert outcome_of(outcomes, "nothing") == [[b"", b"", b""]] * 3
 
 
 def test_equal_values_pass(outcomes):

@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 0.05
 # A working store answers much faster.
 _ANSWER_S = 10.0
-GRACE_S = 10.0
+# For the main thread to return by itself after another rank has failed.
+_GRACE_S = 10.0
 # fleetrun looks at its ranks once a second, and shows the log of the first that it finds ended:
 # that of the cause, if the others end later.
 _LAUNCHER_S = 2.0
@@ -195,15 +196,11 @@ class PeerWatch:
     A thread polls the store once per second after the rendezvous. On exit it reports success or the
     exception to the store.
 
-    Args:
-        grace_s: seconds for the main thread to return by itself after another rank has failed.
-
     Raises:
         RuntimeError: in place of an error of gloo; names the ranks that have ended or are late.
     """
 
-    def __init__(self, grace_s: float = GRACE_S):
-        self._grace_s = grace_s
+    def __init__(self):
         self._is_over = threading.Event()
         self._thread = Watch(self._watch, "peer-watch")
 
@@ -229,7 +226,7 @@ class PeerWatch:
                 return
             for membership in of_this_process:
                 failed = membership.state()["failed"]
-        if self._is_over.wait(self._grace_s):
+        if self._is_over.wait(_GRACE_S):
             return
         rank, problem = next(iter(failed.items()))
         logger.error(
@@ -238,7 +235,7 @@ class PeerWatch:
             of_this_process[0].rank,
             rank,
             problem,
-            self._grace_s,
+            _GRACE_S,
             _place_of_main_thread(),
             logs_text([rank]),
             CONTINUE,
