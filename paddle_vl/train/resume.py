@@ -30,9 +30,7 @@ logger = logging.getLogger(__name__)
 _NOT_COMPARED = ("train.output_dir", "train.resume_from_checkpoint")
 
 
-def examine(
-    checkpoint: Path, checksums: bool = True, ranks: SingleRank = ONE_RANK
-) -> tuple[str, ...]:
+def examine(checkpoint: Path, checksums: bool = True, ranks: SingleRank = ONE_RANK) -> list[str]:
     """Why a checkpoint cannot be resumed from; empty if it can. Called by all ranks, which get the
     same answer.
 
@@ -55,7 +53,7 @@ def examine(
         size = sum(file.size for file in files.values())
         seconds = time.perf_counter() - begin
         logger.info("%s is verified: %.2f GB in %.1f s", checkpoint.name, size / 1e9, seconds)
-    return tuple(problems)
+    return problems
 
 
 def check_pretrained(folder: Path, checksums: bool = True, ranks: SingleRank = ONE_RANK) -> None:

@@ -120,6 +120,21 @@ def test_a_step_that_reaches_nothing_trained_updates_nothing(caplog):
     assert caplog.text.count("no trained parameter got a gradient") == 1
 
 
+def test_a_step_whose_gradients_are_zero_decays_the_weights():
+    """The loss depends on the decoder, though a head of zeros passes it nothing."""
+    model = tiny_model()
+    paddle.assign(paddle.zeros_like(model.lm_head.weight), model.lm_head.weight)
+    named = list(model.hf_named_parameters())
+    trained = freeze_parameters(named, trained_names(dict(named), ["model.visual.*", "lm_head.*"]))
+    optimizer = Optimizer(trained, TrainConfig(output_dir="o", weight_decay=0.1), set(dict(named)))
+    name, weight = trained[0]
+    before = weight.numpy()
+    batch = image_batch(TEXTS, PROMPTS)
+    result = train_step(vl_runner(model), optimizer, micro_batches(batch), 0.1)
+    assert result.grad_norm.item() == 0.0
+    np.testing.assert_allclose(weight.numpy(), before * 0.99, rtol=1e-6, err_msg=name)
+
+
 @pytest.mark.parametrize("frozen", ["none", "patch embedding", "tower", "all below the last layer"])
 def test_recomputation_changes_no_gradient(frozen):
     """With a frozen patch embedding the first block's input needs no gradient, but its weights
