@@ -3,8 +3,10 @@
 from paddle_vl.parallel.recorder import Collective, record_collectives
 from paddle_vl.parallel.simulated.exchanges import RanksDisagreeError
 from paddle_vl.parallel.simulated.ranks import (
+    OneRank,
     Ranks,
     full_logits,
+    one_rank,
     run_ranks,
     sum_partial_gradients,
 )
@@ -36,6 +38,7 @@ __all__ = [
     "Collective",
     "Image",
     "MockedSequenceParallel",
+    "OneRank",
     "Ranks",
     "RanksDisagreeError",
     "Video",
@@ -47,6 +50,7 @@ __all__ = [
     "full_logits",
     "gather_gradients",
     "gather_parameters",
+    "one_rank",
     "record_collectives",
     "record_device_copies",
     "record_host_reads",

@@ -1,4 +1,4 @@
-"""The ranks of a tensor-parallel group on one card, in turn.
+"""Ranks of a tensor-parallel group on one card: all of them in turn, or a single one.
 
 They run the layers of a real run, fleet's included; only the process group is simulated. So what
 they test is the collectives, their order and their shapes, forward and backward, and the numbers.
@@ -10,9 +10,9 @@ whose kernels are for connected accelerators. Code of no rank gets Paddle's own.
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 from unittest import mock
@@ -91,7 +91,7 @@ def run_ranks(
         Exception: whatever `step` raised first, on whichever rank.
     """
     with _session(mp_degree, fleet):
-        generators = _Generators(mp_degree)
+        generators = _Generators(range(mp_degree))
         lockstep = Lockstep(mp_degree, timeout_s, generators.switch)
         device = paddle.get_device()
 
@@ -106,10 +106,60 @@ def run_ranks(
     return Ranks(results, lockstep.collectives)
 
 
+@dataclass(frozen=True)
+class OneRank:
+    """A single rank.
+
+    Attributes:
+        placement: for the model's constructor.
+        collectives: what the rank has issued so far; `phase` is `forward` or `backward`.
+    """
+
+    placement: FleetPlacement
+    collectives: list[Collective] = field(repr=False)
+
+
+@contextmanager
+def one_rank(
+    rank: int,
+    mp_degree: int,
+    *,
+    sequence_parallel: bool = True,
+    vision: str = "spread",
+    fleet: FleetConfig | None = None,
+) -> Iterator[OneRank]:
+    """Be a single rank of an mp group inside the block, in the calling thread.
+
+    Shapes, divisibility and the order of collectives are those of a real rank. The other ranks
+    contribute this rank's values, so numbers that depend on them are finite but mean nothing.
+
+    Raises:
+        ValueError: the rank is not in the group.
+    """
+    if not 0 <= rank < mp_degree:
+        raise ValueError(f"rank {rank} is outside of [0, {mp_degree})")
+    with _session(mp_degree, fleet):
+        generators = _Generators([rank])
+        calls: list[Collective] = []
+
+        def contributed(rank: int, call: Collective, tensor: Tensor | None) -> list[Tensor]:
+            calls.append(call._replace(detail=""))
+            return [] if tensor is None else [tensor.detach().clone()] * mp_degree
+
+        own = SimulatedRank(rank, mp_degree, contributed)
+        generators.switch(None, rank)
+        try:
+            with own.running():
+                placement = FleetPlacement(own.mp_group, sequence_parallel, vision)
+                yield OneRank(placement, calls)
+        finally:
+            generators.switch(rank, None)
+
+
 def sum_partial_gradients(model: nn.Layer) -> None:
     """Sum the partial gradients over the mp group, as a run does after its last backward pass.
 
-    For use in the `step` of `run_ranks`; it is collective.
+    For use in the `step` of `run_ranks`, and in `one_rank`; it is collective.
     """
     table = model.placement.parameter_table
     group = getattr(model.placement.ops, "mp_group", None)
@@ -185,11 +235,11 @@ class _Generators:
     alike; generators for sharded tensors differ.
     """
 
-    def __init__(self, size: int):
+    def __init__(self, ranks: Sequence[int]):
         self._tracker = get_rng_state_tracker()
         self._outside = self._taken()
         self._states = {}
-        for rank in range(size):
+        for rank in ranks:
             self._give((self._outside[0], {}, set()))
             self._tracker.add(_FLEETS_GENERATOR, 1024 + rank)
             seed_split_random([0], rank)

@@ -1,9 +1,10 @@
-"""All ranks of a tensor-parallel group in one process.
+"""All ranks of a tensor-parallel group in one process, and one rank alone.
 
 Guarantees: loss, logits and every gradient of mp 1, 2, 4 and 8, the vision tower's and mergers'
 included, equal the single device's, for batches with images, videos, text and empty samples, with
 and without sequence parallelism, with the tower's work divided or not; for experts, tied weights,
-recomputation and pi07 too. A wrong gather list, level, collective or weight makes it fail.
+recomputation and pi07 too. A wrong gather list, level, collective or weight makes it fail. One rank
+alone issues what it issues among the others.
 """
 
 from functools import partial
@@ -20,8 +21,10 @@ from paddle_vl.testing import (
     Image,
     Video,
     assert_equals_single_device,
+    first_difference,
     forbid_host_reads,
     gather_gradients,
+    one_rank,
     record_collectives,
     run_ranks,
     sum_partial_gradients,
@@ -234,8 +237,36 @@ def whole_step(placement):
     return output.loss.item(), model
 
 
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_one_rank_alone_issues_what_it_issues_among_the_others(sequence_parallel):
+    among = run_ranks(whole_step, 4, sequence_parallel=sequence_parallel).collectives
+    alone = []
+    for rank in range(4):
+        with one_rank(rank, 4, sequence_parallel=sequence_parallel) as own:
+            loss, model = whole_step(own.placement)
+        assert np.isfinite(loss)
+        assert own.placement.ops.mp_group.rank == rank
+        assert np.isfinite(model.lm_head.weight.grad.numpy()).all()
+        alone.append(own.collectives)
+    assert alone == among
+    assert first_difference(alone) is None
+
+
+def test_a_rank_outside_of_the_group_is_refused():
+    with pytest.raises(ValueError, match=r"rank 4 is outside of \[0, 4\)"):
+        one_rank(4, 4).__enter__()
+
+
 def test_token_rows_that_the_ranks_do_not_divide_are_refused():
     batch = tiny_qwen3_vl_batch((1, Image(2, 2), 3), pad_to_multiple_of=3)
+
+    def alone(rank, mp_degree):
+        with one_rank(rank, mp_degree) as own:
+            tiny_qwen3_vl(own.placement)(**batch)
+
+    for rank, mp_degree in ((0, 2), (3, 4)):
+        with pytest.raises(ValueError, match=f"do not divide by the model-parallel.* {mp_degree}"):
+            alone(rank, mp_degree)
     with pytest.raises(ValueError, match="do not divide by the model-parallel degree 2"):
         run_ranks(lambda placement: tiny_qwen3_vl(placement)(**batch), 2)
 
