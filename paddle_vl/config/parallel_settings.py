@@ -52,6 +52,8 @@ class EncoderConfig(Section):
     """always 1: the encoder has no pipeline, and is divided by mp_degree"""
     cp_degree: Literal[1] = 1
     """always 1: the encoder has no context parallelism, as an image is one sequence of its own"""
+    offload_rows: bool = False
+    """keep the encoder's output rows and their gradients in host memory between the phases"""
 
 
 class MeshSettings(Section):

@@ -295,9 +295,11 @@ class LoggingConfig(Section):
     """steps between lines of metrics.jsonl"""
     progress_bar: bool = True
     """show a progress bar; false prints a line every logging_steps"""
-    report_to: list[Literal["visualdl", "tensorboard", "swanlab", "wandb"]] = Field(default=[])
-    """other programs to log to, each with its pip extra; SWANLAB_MODE and WANDB_MODE=offline log
-    into the run's folder"""
+    report_to: list[Literal["visualdl", "tensorboard", "swanlab", "wandb", "csv"]] = Field(
+        default=[]
+    )
+    """other programs to log to, each with its pip extra, and csv for metrics.csv; SWANLAB_MODE and
+    WANDB_MODE=offline log into the run's folder"""
     device_peak_tflops: Annotated[float | None, Field(gt=0)] = None
     """peak throughput of a device in TFLOP/s, from which mfu is computed; default: the published
     value of known devices"""

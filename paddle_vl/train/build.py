@@ -29,7 +29,7 @@ from paddle_vl.nn.kernels import description
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.placement import Placement
 from paddle_vl.parallel.agree import check_agree
-from paddle_vl.parallel.colocated.runner import PartsStore
+from paddle_vl.parallel.colocated.runner import ColocatedRunner, PartsStore
 from paddle_vl.parallel.fleet_strategy import missing_variables
 from paddle_vl.parallel.ranks import ONE_RANK, FleetRanks, SingleRank
 from paddle_vl.parallel.recompute import recompute_layers
@@ -223,6 +223,8 @@ def _build(
         scores = answering.questions.names if answering else ()
         trainer.best.check_metric(evaluation_keys(family.loss, eval_loaders, built.measure, scores))
     loader.while_waiting = trainer.check_data_wait
+    if isinstance(engine.own_runner, ColocatedRunner):
+        engine.own_runner.upcoming = trainer.feed.upcoming
     if checkpoint is not None:
         trainer.restore(checkpoint)
     logger.info(
@@ -275,12 +277,13 @@ def placed_model(config: RunConfig, family: Family, placement: Placement) -> Pla
 
 
 class TrainingEngine(NamedTuple):
-    """What trains a model on this rank's batches."""
+    """What trains a model on this rank's batches; `own_runner` compares no answers."""
 
     layout: Layout
     placed: PlacedModel
     optimizer: Optimizer
     runner: Runner
+    own_runner: Runner
 
 
 def build_engine(
@@ -331,13 +334,13 @@ def build_engine(
         optimizer = ColocatedOptimizer([make_optimizer(*part) for part in parts], store)
     else:
         optimizer = make_optimizer(parameters, store)
-    runner = layout.runner(
+    runner = own_runner = layout.runner(
         model, family.make_stage, ranks, family.loss, built.adapter, family.item_encoder
     )
     if answers is not None:
         reference = None if reference_values is None else Reference(reference_values, store)
         runner = ComparingRunner(runner, reference, ranks)
-    return TrainingEngine(layout, placed, optimizer, runner)
+    return TrainingEngine(layout, placed, optimizer, runner, own_runner)
 
 
 def _reference_checksum(answers: Any, ranks: SingleRank) -> str | None:

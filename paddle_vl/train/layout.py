@@ -200,6 +200,7 @@ class Layout:
                 "encoder": encoder,
                 "topology": self.topology,
                 "ranks_use_other_rows": splits_rows,
+                "offloads_rows": self.config.parallel.encoder.offload_rows,
             }
         return make(
             model,

@@ -42,6 +42,7 @@ class Case:
         missing: which items are left out, see `world_batches`.
         frozen: names of parts: `encoder`, `encoder up` (its first linear), chunk numbers.
         splits_rows: mp ranks have other token rows.
+        offloads: see `ColocatedRunner`.
     """
 
     degrees: Mapping[str, Any]
@@ -50,6 +51,7 @@ class Case:
     missing: str = ""
     frozen: tuple = ()
     splits_rows: bool = False
+    offloads: bool = False
 
 
 class ToyEncoder(nn.Layer):
@@ -302,6 +304,7 @@ class Ranks:
             encoder=items,
             topology=topology,
             ranks_use_other_rows=case.splits_rows,
+            offloads_rows=case.offloads,
         )
         names = [
             name

@@ -47,6 +47,7 @@ from tests.support.topology_runs import (
 COLOCATED = "parallel.schedule=colocated"
 PP2, DP2, MP2 = (f"parallel.{axis}_degree=2" for axis in ("pp", "dp", "mp"))
 STATE, RECOMPUTE = "parallel.encoder.sharding_stage=1", "train.recompute=full"
+OFFLOAD = "parallel.encoder.offload_rows=true"
 SP = (MP2, "parallel.sequence_parallel=true")
 TOWER = {"hidden_size": 32, "num_attention_heads": 4}
 _TOWER, _PROJECTOR = ".vision_tower.", ".mm_input_projection_weight"
@@ -143,7 +144,7 @@ def run_file(tmp_path_factory) -> Path:
 
 
 class TestRuns(EqualsOneDevice):
-    topologies: ClassVar = {"pp2": (2, [COLOCATED, PP2, STATE, RECOMPUTE])}
+    topologies: ClassVar = {"pp2": (2, [COLOCATED, PP2, STATE, OFFLOAD, RECOMPUTE])}
 
     @classmethod
     def settings(cls, run_file: Path, num_data_parts: int) -> list[str]:

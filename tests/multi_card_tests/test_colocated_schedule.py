@@ -1,14 +1,16 @@
 """The three phases of the colocated schedule against one process, in float64, on a small model.
 
 Guarantees, with more, as many and fewer encoder lanes than data lanes, for micro-batches fewer
-than, equal to and more than the stages, virtual stages, ranks with other token rows, missing items
-and frozen parts:
+than, equal to and more than the stages, virtual stages, ranks with other token rows, missing items,
+frozen parts and offloaded rows:
 
 - every gradient, the norm and every parameter after three SGD steps are within 1e-10 of one
   process, although the counts differ from step to step; every trained parameter moves;
 - each item is encoded once in the world (once per rank of its encoder lane);
 - the bridge sends what theory says: rows once to the data lane that uses them, and each gradient
   once to the rank that needs it where that is one rank;
+- a frozen encoder encodes the next step's items at the end of a step, once, and the next step is
+  the same;
 - an evaluation between steps gives the same sums and leaves nothing behind;
 - the errors that such a schedule may have are seen: the encoder's gradients summed before phase 3,
   divisors that are not the global count, rows under sequence parallelism without their sum.
@@ -44,11 +46,11 @@ CASES = {
     "equal, part of the encoder frozen": Case(PP2_DP2, 2, 2, frozen=("encoder up",)),
     "fan-out": Case(PP2_DP2, 4, 3),
     "fan-out, one item in the world": Case(PP2_DP2, 4, 2, "one item"),
-    "fan-out, a lane without items": Case(PP2_DP2, 4, 3, "lane"),
+    "fan-out, a lane without items, offloaded": Case(PP2_DP2, 4, 3, "lane", offloads=True),
     "pp4, fewer micro-batches than stages": Case(PP4, 1, 2),
     "pp4, more micro-batches than stages, a step without items": Case(PP4, 2, 5, "step"),
     "pp4, encoder over all ranks": Case(PP4, 4, 4, "some"),
-    "interleaved": Case(VIRTUAL, 1, 8, "some"),
+    "interleaved, offloaded": Case(VIRTUAL, 1, 8, "some", offloads=True),
     "fthenb": Case(VIRTUAL | {"pp_schedule": "fthenb"}, 2, 4),
     "dualpipev": Case(PP2_DP2 | {"pp_schedule": "dualpipev"}, 1, 4),
     "other rows on mp ranks, fan-in": Case(PP2_MP2, 1, 3, "some", splits_rows=True),
@@ -206,6 +208,30 @@ def bytes_of_a_step(encoder_mp: int) -> dict:
     return {"calls": calls, "wanted": wanted}
 
 
+def read_ahead() -> float:
+    """Error of a step whose items were encoded in the step before, after an evaluation."""
+    case = Case(PP2_DP2, frozen=("encoder",))
+    ranks = Ranks.of(case)
+    reference, runner = Reference(len(ranks.model.chunks), case), ranks.runner
+    data = [world_batches(step, ranks.topology.data_size, case) for step in range(2)]
+    batches = [ranks.batches(of_step) for of_step in data]
+    left = [batches[1], []]
+    runner.upcoming = lambda: left.pop(0)
+    runner.accumulate_gradients(batches[0], [total_weight(data[0])])
+    for parameter in ranks.model.parameters():
+        parameter.clear_gradient(False)
+    runner.loss_sums(batches[0])
+    runner.encoder.num_encoded = 0
+    # The trainer adds entries to the batches.
+    later = [{**batch, "needed": 1} for batch in batches[1]]
+    runner.accumulate_gradients(later, [total_weight(data[1])])
+    assert runner.encoder.num_encoded == 0
+    assert not left
+    ranks.ranks.sum_gradients(ranks.trained())
+    reference.backward(data[1])
+    return ranks.error(reference.gradients(), of_gradients=True)
+
+
 BROKEN = (summed_before_phase_3, divided_by_a_lanes_count, rows_without_their_sum)
 ENCODER_MP = (1, 2, 4)
 
@@ -213,7 +239,7 @@ ENCODER_MP = (1, 2, 4)
 def worker() -> dict:
     paddle.set_default_dtype("float64")
     checks: dict = {name: partial(errors_of_steps, case) for name, case in CASES.items()}
-    checks |= {check.__name__: check for check in BROKEN}
+    checks |= {check.__name__: check for check in (*BROKEN, read_ahead)}
     checks |= {f"bytes {mp}": partial(bytes_of_a_step, mp) for mp in ENCODER_MP}
     return run_checks(checks)
 
@@ -243,3 +269,7 @@ def test_a_broken_schedule_is_seen(outcomes, broken):
 def test_the_bridge_sends_what_theory_says(outcomes, encoder_mp):
     for found in outcome_of(outcomes, f"bytes {encoder_mp}"):
         assert found["calls"] == found["wanted"]
+
+
+def test_the_next_steps_items_are_encoded_ahead(outcomes):
+    assert max(outcome_of(outcomes, "read_ahead")) < TOLERANCE

@@ -7,7 +7,8 @@
    pass.
 
 Gradients of the encoder are summed over its lanes after phase 3, with those of the language model
-over theirs; both are sums of losses that are divided by the counts of the full step.
+over theirs; both are sums of losses that are divided by the counts of the full step. A frozen
+encoder has no phase 3, and encodes the items of the next step there.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -25,6 +26,7 @@ from paddle_vl.nn.parameter_table import Spread
 from paddle_vl.parallel.colocated.bridge import Bridge, Encoded
 from paddle_vl.parallel.colocated.encoder import ItemEncoder
 from paddle_vl.parallel.colocated.grid import EncoderGroups
+from paddle_vl.parallel.colocated.host_rows import HostRows
 from paddle_vl.parallel.pipeline.runner import PipelineRunner
 from paddle_vl.parallel.sharding import Sharding, ShardingOptions
 from paddle_vl.parallel.topology import Topology
@@ -38,6 +40,7 @@ class ColocatedRunner(PipelineRunner):
         encoder: of the model's family.
         topology: with the encoder's groups.
         ranks_use_other_rows: whether mp ranks use different rows (sequence parallelism).
+        offloads_rows: keep rows and their gradients in host memory between the phases.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class ColocatedRunner(PipelineRunner):
         encoder: ItemEncoder,
         topology: Topology,
         ranks_use_other_rows: bool = False,
+        offloads_rows: bool = False,
         **settings: Any,
     ):
         super().__init__(*args, **settings)
@@ -56,6 +60,10 @@ class ColocatedRunner(PipelineRunner):
         self.bridge = Bridge(encoder, groups, gradient_group)
         self._sections = [frozenset(encoder.sections_of(chunk)) for chunk in self.chunks]
         self._leaves: Leaves | None = None
+        self._host_rows = HostRows() if offloads_rows else None
+        # The next step's batches, for a frozen encoder; set by the trainer.
+        self.upcoming: Callable[[], Sequence[Batch]] | None = None
+        self._ahead: tuple[Sequence[Batch], Encoded] | None = None
 
     def accumulate_gradients(
         self,
@@ -68,9 +76,11 @@ class ColocatedRunner(PipelineRunner):
         with self.marked():
             encoded = self._encode(batches, bool(trained))
         terms = super().accumulate_gradients(batches, totals, store, num_sources)
-        if trained:
-            with self.marked():
+        with self.marked():
+            if trained:
                 self._backward(encoded, batches, trained)
+            else:
+                self._read_ahead()
         self._leaves = None
         return terms
 
@@ -82,7 +92,12 @@ class ColocatedRunner(PipelineRunner):
         return found
 
     def _encode(self, batches: Sequence[Batch], trains: bool) -> Encoded:
-        encoded = self.bridge.encode(self._lanes(batches), trains)
+        if trains:
+            # It has no graph: the encoder is trained from this step on.
+            self._ahead = None
+        encoded = self._encoded_ahead(batches)
+        if encoded is None:
+            encoded = self.bridge.encode(self._lanes(batches), trains)
         used = frozenset().union(*(self._sections[number] for number in self.own_chunks))
         self._leaves = Leaves(
             self.bridge.exchange(encoded),
@@ -90,10 +105,34 @@ class ColocatedRunner(PipelineRunner):
             self.encoder.section_widths,
             used,
             trains,
+            self._host_rows,
         )
         if not trains:
             # The leaves are copies.
             encoded.output = None
+        return encoded
+
+    def _read_ahead(self) -> None:
+        """Encode this rank's items of the next step while other stages still run this one.
+
+        Without collectives: a rank whose data fails would leave the others waiting. So not with a
+        divided encoder, and the rows are exchanged in the next step.
+        """
+        if self.upcoming is None or self.groups.mp_group.nranks > 1:
+            return
+        batches = self.upcoming()
+        if batches:
+            self._ahead = batches, self.bridge.encode(self._lanes(batches), trains=False)
+
+    def _encoded_ahead(self, batches: Sequence[Batch]) -> Encoded | None:
+        """What `_read_ahead` has encoded, if it is of these batches."""
+        if self._ahead is None or len(self._ahead[0]) != len(batches):
+            return None
+        # A batch may have got further entries since.
+        for ahead, batch in zip(self._ahead[0], batches, strict=True):
+            if any(batch.get(name) is not value for name, value in ahead.items()):
+                return None
+        (_, encoded), self._ahead = self._ahead, None
         return encoded
 
     def _backward(
@@ -129,6 +168,11 @@ class ColocatedRunner(PipelineRunner):
         sections = self._leaves.sections(micro_batch, self._sections[number])
         return self.encoder.language_batch(batch, sections)
 
+    def _end_micro_batch(self) -> None:
+        super()._end_micro_batch()
+        if self._leaves is not None:
+            self._leaves.collect()
+
 
 class Leaves:
     """Rows of a step on this rank, detached from the encoder, and the gradients that the language
@@ -144,6 +188,8 @@ class Leaves:
         widths: of the sections.
         used: sections that this stage uses.
         needs_gradient: whether the encoder is trained.
+        host_rows: where to keep rows until a micro-batch begins, and gradients once it ends; None
+            for the device.
     """
 
     @paddle.no_grad()
@@ -154,38 +200,71 @@ class Leaves:
         widths: Sequence[int],
         used: Collection[int],
         needs_gradient: bool,
+        host_rows: HostRows | None = None,
     ):
         self.rows_of_batch, self.widths = list(rows_of_batch), list(widths)
-        self._dtype = full_RC.dtype
-        # By micro-batch and section.
+        self._dtype, self._needs_gradient, self._host = full_RC.dtype, needs_gradient, host_rows
+        # Rows by micro-batch and section, and gradients that are on the host.
+        self._rows: dict[tuple[int, int], Callable[[], Tensor]] = {}
+        self._gradients: dict[tuple[int, int], Callable[[], Tensor]] = {}
         self._leaves: dict[tuple[int, int], Tensor] = {}
-        ends, start = np.cumsum(widths).tolist(), 0
+        ends, start = [sum(widths[: i + 1]) for i in range(len(widths))], 0
         for number, count in enumerate(rows_of_batch):
             for section in sorted(used) if count else ():
                 end = ends[section]
-                leaf = full_RC[start : start + count, end - widths[section] : end].clone()
-                leaf.stop_gradient = not needs_gradient
-                self._leaves[number, section] = leaf
+                rows = full_RC[start : start + count, end - widths[section] : end].clone()
+                key = (number, section)
+                self._rows[key] = rows.detach if host_rows is None else host_rows.put(key, rows)
             start += count
 
     def sections(self, number: int, wanted: Collection[int]) -> dict[int, Tensor]:
         """The leaves of a micro-batch; empty for one without rows."""
-        has_rows = self.rows_of_batch[number] > 0
-        return {section: self._leaves[number, section] for section in wanted if has_rows}
+        if not self.rows_of_batch[number]:
+            return {}
+        return {section: self._leaf(number, section) for section in wanted}
+
+    def collect(self) -> None:
+        """After a backward pass: with offloading, move finished gradients to the host."""
+        if self._host is None:
+            return
+        for key, leaf in list(self._leaves.items()):
+            if leaf.grad is not None:
+                self._gradients[key] = self._host.put((*key, "gradient"), leaf.grad)
+                del self._leaves[key]
 
     @paddle.no_grad()
     def gradient(self) -> Tensor:
         """`[R, C]`: this rank's gradients, zeros where it has none. Drops the leaves."""
-        parts = [paddle.zeros([0, sum(self.widths)], dtype=self._dtype)]
+        parts = []
         for number, count in enumerate(self.rows_of_batch):
-            columns = []
-            for section, width in enumerate(self.widths):
-                leaf = self._leaves.pop((number, section), None)
-                grad = None if leaf is None else leaf.grad
-                columns.append(paddle.zeros([count, width], self._dtype) if grad is None else grad)
             if count:
+                columns = [self._gradient(number, s, count) for s in range(len(self.widths))]
                 parts.append(paddle.concat(columns, axis=1))
+        self._leaves.clear()
+        self._gradients.clear()
+        self._rows.clear()
+        if not parts:
+            return paddle.zeros([0, sum(self.widths)], dtype=self._dtype)
         return paddle.concat(parts)
+
+    def _leaf(self, number: int, section: int) -> Tensor:
+        key = number, section
+        leaf = self._leaves.get(key)
+        if leaf is None:
+            leaf = self._rows[key]()
+            if self._needs_gradient:
+                leaf.stop_gradient = False
+                self._leaves[key] = leaf
+        return leaf
+
+    def _gradient(self, number: int, section: int, count: int) -> Tensor:
+        key = number, section
+        if key in self._gradients:
+            return self._gradients[key]()
+        leaf = self._leaves.get(key)
+        if leaf is None or leaf.grad is None:
+            return paddle.zeros([count, self.widths[section]], dtype=self._dtype)
+        return leaf.grad
 
 
 class PartsStore:

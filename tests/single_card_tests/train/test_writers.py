@@ -3,13 +3,14 @@
 Guarantees: the real packages get every number of a line, under a grouped name; VisualDL and
 TensorBoard show it during the run; a resumed run has every step once, in W&B and SwanLab under its
 id, which a run from step 0 does not have; they get settings and git state, and nothing that a rank
-prints, and are told when it fails; foreign files stay; a missing
+prints, and are told when it fails; metrics.csv has a row per line; foreign files stay; a missing
 package is named with its pip extra, and nothing is removed then.
 
 W&B and SwanLab run offline, where their packages are installed; the heavy test installs them into
 an environment of its own.
 """
 
+import csv
 import json
 import signal
 import struct
@@ -281,6 +282,21 @@ def test_ctrl_c_stays_the_runs_in_any_thread(tmp_path):
     assert signal.getsignal(signal.SIGINT) is before
     with ThreadPoolExecutor(1) as threads:
         threads.submit(StandIn, Start(tmp_path), init, dict).result()
+
+
+def test_csv_has_a_row_per_line_and_columns_that_come_later(tmp_path):
+    for lines, written in ((LINES[:1], LINES[1:]), (LINES[:2], LINES[2:])):
+        (writer,) = open_writers(["csv"], Start(tmp_path, lines=lines))
+        for line in written:
+            writer.write(line)
+        writer.close()
+    with (tmp_path / "metrics.csv").open(newline="") as stream:
+        first, second, third = csv.DictReader(stream)
+    assert [row["step"] for row in (first, second, third)] == ["1", "2", "3"]
+    assert first["loss"] == "0.5"
+    assert first["new/x"] == ""
+    assert second["new/x"] == "2"
+    assert third["eval_loss"] == "0.75"
 
 
 @pytest.mark.parametrize("name", [*MODULES])

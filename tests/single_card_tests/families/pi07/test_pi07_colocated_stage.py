@@ -241,7 +241,7 @@ def test_a_run_takes_the_schedule_with_its_settings():
         "configs/pi07/tiny_cpu.yaml",
         [
             *("parallel.schedule=colocated", "parallel.pp_degree=2"),
-            "parallel.encoder={mp_degree: 2}",
+            "parallel.encoder={mp_degree: 2, offload_rows: true}",
         ],
     )
     assert config.parallel.encoder.mp_degree == 2

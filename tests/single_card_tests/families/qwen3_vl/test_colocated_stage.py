@@ -2,9 +2,9 @@
 
 Guarantees: the encoder's rows, in any division of the items, and stages that take them with the
 batch give the full model's loss and every gradient, for images, videos and both; no level travels
-between stages; each section goes to the stage that uses it; items of batches on the device are
-encoded without a copy, and those of host arrays with copies through pinned memory alone; a family
-without the schedule refuses it.
+between stages; each section goes to the stage that uses it; offloaded rows are on the device only
+while a micro-batch runs; items of batches on the device are encoded without a copy, and those of
+host arrays with copies through pinned memory alone; a family without the schedule refuses it.
 """
 
 from collections.abc import Callable
@@ -26,6 +26,7 @@ from paddle_vl.families.vlm.training.colocated import (
 )
 from paddle_vl.families.vlm.training.objective import VLBatchAdapter
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
+from paddle_vl.parallel.colocated.host_rows import HostRows
 from paddle_vl.parallel.colocated.runner import Leaves
 from paddle_vl.testing import record_device_copies, tiny_qwen3_5
 from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, patches, token_rows
@@ -145,6 +146,31 @@ def test_rows_and_stages_are_the_full_model(ends, kinds, build):
         if expected is not None:
             error = np.abs(parameter.grad.numpy() - expected.numpy()).max()
             assert error <= 1e-5 * np.abs(expected.numpy()).max(), name
+
+
+@pytest.mark.parametrize("used", [{1}, {0, 1}])
+def test_offloaded_rows_leave_the_device_between_micro_batches(used):
+    """In the same host memory in every step, unless there are more rows."""
+    host = HostRows()
+    first = host_addresses(host, [2, 0, 4], used)
+    assert host_addresses(host, [2, 0, 3], used) == first
+    assert host_addresses(host, [2, 0, 5], used)[0] == first[0]
+
+
+def host_addresses(host: HostRows, counts: list[int], used: set[int]) -> list[int]:
+    full = paddle.arange(4 * sum(counts), dtype="float32").reshape([-1, 4])
+    leaves = Leaves(full, counts, [2, 2], used, needs_gradient=True, host_rows=host)
+    assert not leaves._leaves
+    assert leaves.sections(1, used) == {}
+    rows = paddle.concat([*leaves.sections(2, used).values()], axis=1)
+    assert [leaf.shape for leaf in leaves._leaves.values()] == [[counts[2], 2]] * len(used)
+    (rows * rows).sum().backward()
+    leaves.collect()
+    assert not leaves._leaves
+    wanted = np.zeros([sum(counts), 4], dtype=np.float32)
+    wanted[2:, 2 * min(used) :] = 2 * full.numpy()[2:, 2 * min(used) :]
+    np.testing.assert_array_equal(leaves.gradient().numpy(), wanted)
+    return [buffer.data_ptr() for buffer in host._buffers.values()]
 
 
 def test_a_batch_says_whether_any_rank_has_items_and_gets_no_dummy_image():
