@@ -105,21 +105,21 @@ class _AttendToAll(PyLayer):
         ]
         for q, pair in zip(queries, started, strict=True):
             inputs = [q.detach(), *(pending.result().unsqueeze(0) for pending in pair)]
-            graph = _Graph()
+            for x, is_needed in zip(inputs, needs, strict=True):
+                x.stop_gradient = not is_needed
             with paddle.enable_grad() if records else nullcontext():
-                inputs = [graph.input(*one) for one in zip(inputs, needs, strict=True)]
                 output = _attended(inputs[0], inputs[1], inputs[2], mask)
-                outputs.append(output.detach())
-                if any(needs):
-                    graph.end(output)
-            ctx.parts.append(graph)
+            outputs.append(output.detach())
+            ctx.parts.append((inputs, output))
         return _joined(outputs)
 
     @staticmethod
     def backward(ctx, grad_1QNH):
         group, of_queries, started = ctx.group, [], []
         for grad in paddle.split(grad_1QNH, ctx.heads, axis=2):
-            of_query, *of_pair = ctx.parts.pop(0).gradients(grad)
+            inputs, output = ctx.parts.pop(0)
+            paddle.autograd.backward([output], [grad])
+            of_query, *of_pair = (x.grad for x in inputs)
             of_queries.append(of_query)
             started.append(
                 [
@@ -129,69 +129,12 @@ class _AttendToAll(PyLayer):
                     for x in of_pair
                 ]
             )
-            del of_query, of_pair
+            del inputs, output, of_query, of_pair
         of_pairs = [[one and one.result().unsqueeze(0) for one in pair] for pair in started]
         return tuple(
             None if of_parts[0] is None else _joined(of_parts)
             for of_parts in (of_queries, *zip(*of_pairs, strict=True))
         )
-
-
-class _Graph:
-    """A graph of which no tensor is held here, whichever its operations keep: gradients come in and
-    go out by its two ends."""
-
-    def __init__(self):
-        self._grads: list[Any] = []
-        self._end: Any = None
-
-    def input(self, x: Tensor, needs_gradient: bool) -> Tensor:
-        """`x` as an input of the graph."""
-        self._grads.append(None)
-        if not needs_gradient:
-            return x
-        begin = paddle.zeros([1])
-        begin.stop_gradient = False
-        return _Begin.apply(begin, lambda: x.detach(), self._grads, len(self._grads) - 1)
-
-    def end(self, output: Tensor) -> None:
-        """Its output; call it once."""
-        self._end = _End.apply(output, self._grads)
-        self._end._clear_dataptr()
-
-    def gradients(self, grad: Tensor) -> list[Tensor | None]:
-        """Of the inputs, None without one, for the gradient of the output; call it once."""
-        self._grads.append(grad)
-        paddle.autograd.backward([self._end], [paddle.zeros([1])])
-        return self._grads
-
-
-class _Begin(PyLayer):
-    """What a function gives (an argument that is returned would be taken for one changed in place);
-    its gradient goes into a list, so that no leaf keeps what the operations do not."""
-
-    @staticmethod
-    def forward(ctx, begin, value, grads, number):
-        ctx.grads, ctx.number = grads, number
-        return value()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.grads[ctx.number] = grad
-        return paddle.zeros([1])
-
-
-class _End(PyLayer):
-    """One number in place of the output, whose gradient is the last of a list."""
-
-    @staticmethod
-    def forward(ctx, output, grads):
-        ctx.grads = grads
-        return paddle.zeros([1])
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.grads.pop()
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -3,6 +3,7 @@
 What trains a model, and what a run has around it, in the order in which they start.
 """
 
+import json
 import logging
 import math
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import paddle
+from xxhash import xxh3_64_hexdigest
 
 from paddle_vl.checkpoint.safetensors_io import FileWriter
 from paddle_vl.config.families import family_of_run
@@ -26,7 +28,7 @@ from paddle_vl.nn.dispatch import choose_kernels
 from paddle_vl.nn.kernels import description
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.placement import Placement
-from paddle_vl.parallel.agree import check_data_agree, check_fields_agree, check_settings_agree
+from paddle_vl.parallel.agree import check_agree
 from paddle_vl.parallel.colocated.runner import ColocatedRunner, PartsStore
 from paddle_vl.parallel.fleet_strategy import missing_variables
 from paddle_vl.parallel.ranks import ONE_RANK, FleetRanks, SingleRank
@@ -107,7 +109,12 @@ def start_ranks(config: RunConfig) -> tuple[Topology, SingleRank]:
     settings = flatten(config.model_dump(mode="json"))
     if parallel.mp_degree > 1:  # It decides on overlaps, and so on collectives.
         settings[CONNECTIONS] = os.environ.get(CONNECTIONS)
-    check_settings_agree(settings, topology.describe())
+    check_agree(
+        settings,
+        topology.describe(),
+        "do not have the same configuration",
+        "Start all of them with the same file and the same overrides",
+    )
     return topology, FleetRanks(topology)
 
 
@@ -154,7 +161,14 @@ def _build(
     make_loader = partial(family.train_loader, built.collator)
     loader = lane_loaders(lambda lane: {"": make_loader(lane)}, ranks, topology)[""]
     if several:
-        check_data_agree(loader.state_dict().get("stream", {}), topology.describe())
+        stream = loader.state_dict().get("stream", {})
+        # So that they continue or refuse a checkpoint together.
+        check_agree(
+            {name: xxh3_64_hexdigest(json.dumps(value).encode()) for name, value in stream.items()},
+            topology.describe(),
+            "do not read the same data",
+            "Give all machines the same data files",
+        )
     length = _length(config, loader)
     peak_flops = device_peak(config.model.compute_dtype, config.logging.device_peak_tflops)
 
@@ -267,7 +281,7 @@ class TrainingEngine(NamedTuple):
 
     layout: Layout
     placed: PlacedModel
-    optimizer: Optimizer | ColocatedOptimizer
+    optimizer: Optimizer
     runner: Runner
     own_runner: Runner
 
@@ -284,7 +298,15 @@ def build_engine(
         ValueError: the model contradicts the degrees or the settings, or does not fit into memory.
     """
     if topology.world_size > 1:
-        check_fields_agree(family.fields, topology.describe())
+        # Ranks that shard parameters run the same layers for every field, filled or masked. Fields
+        # are configured per data set, so they are checked once, not per step.
+        check_agree(
+            {name: True for name, is_there in family.fields.items() if is_there},
+            topology.describe(),
+            "do not have the same optional fields in their data",
+            "Give all of them the same kinds of data; a field that a sample has nothing for is "
+            "there all the same, and masked",
+        )
         if (missing := missing_variables(topology.degrees)) is not None:
             logger.warning("%s", missing)
     sizes = family.shape, family.costs, family.pad_to_multiple_of, family.encoder_shape

@@ -156,7 +156,8 @@ class TrainerState:
     owes_evaluation: bool = False
     tokens: Count | None = None
     sources: dict[str, Any] | None = None
-    has_manifest: bool = False
+    # Written until every checkpoint had a manifest.
+    has_manifest: bool = True
     reference: str | None = None
     best: dict[str, Any] | None = None
 
@@ -167,7 +168,9 @@ class TrainerState:
             RuntimeError: the file is missing or damaged.
             ValueError: it has other keys or values.
         """
-        state = read_section(cls, load_state(folder), "top level")
+        file = folder / STATE_FILE
+        found = read_json_object(file, "a trainer state", "resume from another one")
+        state = read_section(cls, found, "top level")
         match = _NAME.fullmatch(folder.name)
         if match and int(match.group(1)) != state.step:
             raise ValueError(f"step is {state.step}, and the folder is {folder.name}")
@@ -175,18 +178,8 @@ class TrainerState:
 
 
 def save_state(folder: Path, state: dict[str, Any]) -> None:
-    """Write trainer_state.json; `has_manifest` says that the checkpoint must have a manifest."""
-    text = json.dumps(state | {"has_manifest": True}, indent=None, allow_nan=False) + "\n"
-    write_text(folder / STATE_FILE, text)
-
-
-def load_state(folder: Path) -> dict[str, Any]:
-    """Read trainer_state.json.
-
-    Raises:
-        RuntimeError: the file is missing or damaged.
-    """
-    return read_json_object(folder / STATE_FILE, "a trainer state", "resume from another one")
+    """Write trainer_state.json."""
+    write_text(folder / STATE_FILE, json.dumps(state, allow_nan=False) + "\n")
 
 
 def flush_to_disk(path: Path) -> None:

@@ -4,22 +4,32 @@ Their gradients are reduced, and their state is sharded, over different ranks. N
 guard against non-finite updates and the learning rate are common to both.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import paddle
 from paddle import Tensor
 
 from paddle_vl.checkpoint.safetensors_io import TensorToWrite
-from paddle_vl.nn.linear import gradient_of
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.parameter_table import ParamSpec
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train.optimizer import Optimizer
 
 
-class ColocatedOptimizer:
-    """Optimizers of disjoint parameters that step together; has the methods of `Optimizer`.
+def _of_each(name: str) -> Callable[..., None]:
+    """A method that calls the method of this name of each optimizer."""
+
+    def call(self: "ColocatedOptimizer", *args: Any) -> None:
+        for each in self.optimizers:
+            getattr(each, name)(*args)
+
+    return call
+
+
+class ColocatedOptimizer(Optimizer):
+    """Optimizers of disjoint parameters that step together.
 
     Args:
         optimizers: in the order in which all ranks save their state.
@@ -29,61 +39,27 @@ class ColocatedOptimizer:
     def __init__(self, optimizers: Sequence[Optimizer], store: ParameterStore):
         self.optimizers, self.store = list(optimizers), store
 
+    use_buckets, begin_step, collect_gradients = map(
+        _of_each, ("use_buckets", "begin_step", "collect_gradients")
+    )
+    update, clear_gradients = map(_of_each, ("update", "clear_gradients"))
+    update_average, swap_average = map(_of_each, ("update_average", "swap_average"))
+    # Each takes its own entries.
+    load_state = _of_each("load_state")
+
     @property
     def tensors_with_specs(self) -> list[tuple[Tensor, ParamSpec]]:
         return [entry for each in self.optimizers for entry in each.tensors_with_specs]
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [tensor for each in self.optimizers for tensor in each.tensors]
+        return [tensor for tensor, _ in self.tensors_with_specs]
 
-    def use_buckets(self) -> None:
-        for each in self.optimizers:
-            each.use_buckets()
-
-    def begin_step(self, step: int) -> None:
-        for each in self.optimizers:
-            each.begin_step(step)
-
-    def collect_gradients(self) -> None:
-        for each in self.optimizers:
-            each.collect_gradients()
-
-    @paddle.no_grad()
     def squared_norm(self, ranks: SingleRank = ONE_RANK) -> Tensor:
-        """See `Optimizer`; one without any gradient, in a step without items, counts as zero.
-
-        Raises:
-            RuntimeError: none has a gradient.
-        """
-        present = [
-            each
-            for each in self.optimizers
-            if any(gradient_of(tensor) is not None for tensor in each.tensors)
-        ]
-        # One of the others raises if it has parameters to train.
-        return sum(
-            (each.squared_norm(ranks) for each in present or self.optimizers), paddle.zeros([])
-        )
+        return sum((each.squared_norm(ranks) for each in self.optimizers), paddle.zeros([]))
 
     def reached(self) -> np.ndarray:
         return np.maximum.reduce([each.reached() for each in self.optimizers])
-
-    def update(self, learning_rate: float, norm: float, reached: np.ndarray | None = None) -> None:
-        for each in self.optimizers:
-            each.update(learning_rate, norm, reached)
-
-    def update_average(self, decay: float, is_good: Tensor) -> None:
-        for each in self.optimizers:
-            each.update_average(decay, is_good)
-
-    def swap_average(self) -> None:
-        for each in self.optimizers:
-            each.swap_average()
-
-    def clear_gradients(self) -> None:
-        for each in self.optimizers:
-            each.clear_gradients()
 
     def state_tensors(self) -> dict[str, Tensor]:
         return {
@@ -92,8 +68,3 @@ class ColocatedOptimizer:
 
     def state_to_write(self) -> list[TensorToWrite]:
         return [tensor for each in self.optimizers for tensor in each.state_to_write()]
-
-    def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """See `Optimizer`; each takes its own entries."""
-        for each in self.optimizers:
-            each.load_state(arrays)

@@ -283,11 +283,6 @@ class Optimizer(OptimizerState):
         In the sum over all ranks each element of a parameter counts once, sharded or replicated.
         """
         self.collect_gradients()
-        if not self._gradients() and not all(tensor.stop_gradient for tensor in self.tensors):
-            raise RuntimeError(
-                "no trained parameter has a gradient: the loss does not depend on any of them; "
-                "check model.freeze against what the batches contain"
-            )
         total = paddle.zeros([])
         for tensor, spec in self.tensors_with_specs if self._updates else ():
             grad = gradient_of(tensor)

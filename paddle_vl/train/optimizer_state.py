@@ -5,7 +5,7 @@ by parameter.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,8 +23,6 @@ from paddle_vl.parallel.sharding import FleetSharding
 from paddle_vl.train.freeze import NamedParameters
 
 _MASTER = "master_weight"
-# id() of a parameter and the name of one of its scalar states.
-_PowerKey = tuple[int, str]
 
 
 class OptimizerState:
@@ -60,16 +58,13 @@ class OptimizerState:
     def state_to_write(self) -> list[TensorToWrite]:
         """All state, of unsharded values."""
         states = [state for state in self._states() if self._table[state[2]].joins_saving]
+        # By id() of a parameter and the name of one of its scalar states.
         powers = {(id(p), state): t for _, state, p, t in states if not _has_layout(state)}
-        power: Callable[[_PowerKey], Tensor | None] = powers.__getitem__
-        if self._fleet is not None:
-            power = self._fleet.numbers_of_all(powers)
-            if powers:
-                # Collective now, as each is written by one rank of several.
-                power(next(iter(powers)))
+        if self._fleet is not None and powers:
+            powers = self._fleet.numbers_of_all(powers)
 
-        def number(key: _PowerKey) -> np.ndarray:
-            found = power(key)
+        def number(key: tuple[int, str]) -> np.ndarray:
+            found = powers[key]
             assert found is not None, "the all-reduce gives every rank all of them"
             return found.numpy()
 

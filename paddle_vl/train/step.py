@@ -8,9 +8,10 @@ With room for a fixed number of rows at experts of other ranks (`ExpertCapacity`
 more makes no update: the norm says so, and the step is repeated with exact sizes.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from math import isnan
 from typing import Any, Protocol
@@ -25,10 +26,10 @@ from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.objective import BatchAdapter, Loss
 from paddle_vl.nn.transfer import host_table
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
-from paddle_vl.train.colocated_optimizer import ColocatedOptimizer
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.phases import Phase, phase
 
+logger = logging.getLogger(__name__)
 # Numbers besides loss counts, sources and branches: samples, tokens, packed places.
 _NUM_REST = 3
 # In place of a norm: the step is to be repeated with exact sizes.
@@ -303,7 +304,7 @@ def leave_step(num_agreed: int, ranks: SingleRank, signal: int | None) -> int | 
 
 def train_step(
     runner: Runner,
-    optimizer: Optimizer | ColocatedOptimizer,
+    optimizer: Optimizer,
     micro_batches: Sequence[MicroBatch],
     learning_rate: float,
     ranks: SingleRank = ONE_RANK,
@@ -313,7 +314,8 @@ def train_step(
 ) -> StepOutcome:
     """Train on the micro-batches of all ranks as one batch. All ranks call it together.
 
-    A micro-batch weighs as much as it counts in the divisors of the losses.
+    A micro-batch weighs as much as it counts in the divisors of the losses. A step whose losses
+    depend on no trained parameter updates nothing.
 
     Args:
         micro_batches: this rank's.
@@ -341,7 +343,12 @@ def train_step(
         seed()
         outcome, norm, reached = passes(batches, [])
         outcome = replace(outcome, is_repeated=True)
-    if not isnan(norm):
+    own = optimizer.reached() if reached is None else reached
+    if norm == 0.0 and not own.any():
+        # As of text alone, where the tower alone is trained.
+        if ranks.is_main:
+            _tell_of_idle_steps()
+    elif not isnan(norm):
         with phase(Phase.OPTIMIZER):
             optimizer.update(learning_rate, norm, reached)
     with phase(Phase.CLEARING):
@@ -351,7 +358,7 @@ def train_step(
 
 def _passes(
     runner: Runner,
-    optimizer: Optimizer | ColocatedOptimizer,
+    optimizer: Optimizer,
     totals: StepTotals,
     ranks: SingleRank,
     before_wait: Callable[[], object],
@@ -392,6 +399,16 @@ def _passes(
     return outcome, float(read[0]), read[1:]
 
 
+@cache
+def _tell_of_idle_steps() -> None:
+    """Once in a process."""
+    logger.warning(
+        "no trained parameter got a gradient in a step, so nothing was updated; that may happen "
+        "again, and is not said again. If no step trains anything, check model.freeze against what "
+        "the data contains"
+    )
+
+
 @host_table
 def _flags(content: bytes) -> np.ndarray:
     """Float32 flags; nearly every step has the same ones."""
@@ -401,7 +418,7 @@ def _flags(content: bytes) -> np.ndarray:
 @paddle.no_grad()
 def _summed(
     terms: Tensor,
-    optimizer: Optimizer | ColocatedOptimizer,
+    optimizer: Optimizer,
     ranks: SingleRank,
     num_terms: int,
     capacities: Sequence[ExpertCapacity],

@@ -25,7 +25,6 @@ from paddle_vl.files.text_file import write_text
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train import checkpoint as checkpoints
 from paddle_vl.train.best import BestEvaluation
-from paddle_vl.train.colocated_optimizer import ColocatedOptimizer
 from paddle_vl.train.feeding.device_copies import device_copies
 from paddle_vl.train.feeding.feed import BatchFeed, DataPlace
 from paddle_vl.train.freeze import reported_rates
@@ -47,7 +46,6 @@ from paddle_vl.train.schedule import (
     RunLength,
     average_decay,
     learning_rate,
-    restored_tokens,
     seed_step,
 )
 from paddle_vl.train.step import Runner, StepOutcome, agree_on_step, leave_step, train_step
@@ -79,7 +77,7 @@ class Trainer:
         self,
         config: RunConfig,
         runner: Runner,
-        optimizer: Optimizer | ColocatedOptimizer,
+        optimizer: Optimizer,
         data: PrefetchingLoader,
         length: RunLength,
         save_model: Fill,
@@ -154,7 +152,12 @@ class Trainer:
                 "in model.pretrained or preference.ref_model)"
             )
         self.step = self._last_saved = state.step
-        self.tokens = restored_tokens(state.tokens, self.length, folder)
+        if state.tokens is None and self.length.tokens is not None:
+            raise ValueError(
+                "it does not say how many tokens it has trained on, which train.max_tokens "
+                "counts: set train.max_steps in its place"
+            )
+        self.tokens = state.tokens or 0
         self.sources.load_state_dict(state.sources)
         self.meter.load_state_dict(state.meter)
         batches = self.step * self.config.train.gradient_accumulation_steps

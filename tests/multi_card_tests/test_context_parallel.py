@@ -340,10 +340,11 @@ def test_exchanged_heads_send_the_bytes_of_the_formula(of_two):
 
 @pytest.mark.parametrize("kernels", ["", "cpu "])
 def test_a_layer_keeps_the_rows_of_its_slice_and_the_keys_of_all(of_two, kernels):
-    """Of 64 tokens a slice has 32, and keys and values of the other 32, 4 heads of width 8. Kernels
-    that keep no copy of the output in any case keep it once more where heads come in parts, or
-    return: 32 rows of 8 heads."""
-    output = 0 if kernels else 32 * 8 * 8 * 4
+    """Of 64 tokens a slice has 32, and keys and values of the other 32, 4 heads of width 8. Heads
+    that come in parts keep the output once more, 32 rows of 8 heads; so do those that return, and
+    kernels that keep copies of queries, keys and values keep these once more."""
+    rows = 32 * 8 * 8 * 4
+    copies, returned = (3 * rows, 0) if kernels else (0, rows)
     for whole, *own in outcome_of(of_two, f"{kernels}kept"):
-        gather = whole // 2 + 32 * (2 * 4 * 8 * 4)
-        assert own == [gather, gather + output, whole // 2 + output]
+        gather = whole // 2 + 32 * (2 * 4 * 8 * 4) + copies
+        assert own == [gather, gather + rows, whole // 2 + returned]

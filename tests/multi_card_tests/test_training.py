@@ -7,7 +7,7 @@ Guarantees, on micro-batches of different lengths, with two images, with one and
   every parameter and moment after four optimizer steps are equal;
 - a resumed run is bit-identical under the same topology;
 - another topology continues, and every rank writes a part of the checkpoint, none all of it;
-- ranks with nothing to train keep in step.
+- ranks with nothing to train keep in step, and steps that reach nothing trained update nothing.
 """
 
 import json
@@ -19,7 +19,12 @@ import pytest
 from paddle_vl.checkpoint.manifest import Manifest
 from paddle_vl.train.checkpoint import STATE_FILE
 from tests.single_card_tests.train.tiny_run import MODEL as TINY_MODEL
-from tests.support.finished_runs import arrays_of, assert_close, assert_same_answers
+from tests.support.finished_runs import (
+    arrays_of,
+    assert_close,
+    assert_same_answers,
+    metrics_of,
+)
 from tests.support.launch import launch
 from tests.support.topology_runs import (
     CP,
@@ -147,3 +152,27 @@ def test_processes_with_nothing_to_train_keep_in_step(run_file, tmp_path, topolo
     overrides = [*common(run_file), *batch_settings(parts), *topology, frozen]
     launch(train, 2, arguments=(str(run_file), str(two), overrides))
     assert_close(arrays_of(two / "checkpoint-4"), arrays_of(one / "checkpoint-4"))
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [("parallel.dp_degree=2",), SHARDING, (*PP, "parallel.schedule=colocated")],
+    ids=str,
+)
+def test_steps_of_text_leave_a_tower_as_it_was(run_file, tmp_path, topology):
+    """On one device too, where no parameter has a gradient."""
+    text = [{"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "yes"}]
+    (tmp_path / "text.jsonl").write_text((json.dumps({"messages": text}) + "\n") * 8)
+    given = [f"data.train=[{tmp_path}/text.jsonl]", "model.freeze=['model.language_model.*']"]
+    given += ["train.max_steps=2", "train.weight_decay=0.1", "train.warmup_steps=0"]
+    given += ["train.gradient_accumulation_steps=2"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    train(str(run_file), str(one), [*given, *batch_settings(1), "train.save_steps=1"])
+    first, last = (arrays_of(one / f"checkpoint-{step}") for step in (1, 2))
+    assert_close(last, first)
+    assert not any(array.any() for name, array in last.items() if name.endswith("moment1"))
+    parts = 2 if topology[0] in (SHARDING[0], "parallel.dp_degree=2") else 1
+    arguments = (str(run_file), str(two), [*given, *batch_settings(parts), *topology])
+    launch(train, 2, arguments=arguments)
+    assert_close(arrays_of(two / "checkpoint-2"), last)
+    assert [line["grad_norm"] for line in metrics_of(two)] == [0.0, 0.0]

@@ -29,7 +29,7 @@ def gathered(store: Any, parameter: Tensor, value: Tensor) -> Tensor:
     return paddle.concat(parts).reshape(parameter.shape)
 
 
-def states_of(optimizer: Optimizer | ColocatedOptimizer) -> dict[str, np.ndarray]:
+def states_of(optimizer: Optimizer) -> dict[str, np.ndarray]:
     """Copies of all state, unsharded, by the names of `state_to_write`; collective where it is
     sharded."""
     if isinstance(optimizer, ColocatedOptimizer):

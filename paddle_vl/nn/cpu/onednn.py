@@ -98,11 +98,9 @@ class _Object:
         weakref.finalize(self, let_go, self.handle).atexit = False
 
 
-def _tensor(
-    shape: Sequence[int], strides: Sequence[int] | None = None, dtype: int = _FLOAT32
-) -> _Object:
-    """Description of a tensor's shape and strides; contiguous without strides."""
-    strides = strides or [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+def _tensor(shape: Sequence[int], dtype: int = _FLOAT32) -> _Object:
+    """Description of a contiguous tensor of this shape."""
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     numbers = c_int64 * len(shape)
     return _Object(
         "memory_desc_create_with_strides", "memory_desc_destroy", len(shape), numbers(*shape),

@@ -18,7 +18,7 @@ from paddle import Tensor
 
 from paddle_vl.nn.transfer import rows_in_order
 from paddle_vl.parallel.collectives import all_gathered_in_order, all_reduced, rows_of_items
-from paddle_vl.parallel.colocated.encoder import ItemEncoder, Items
+from paddle_vl.parallel.colocated.encoder import ItemEncoder
 from paddle_vl.parallel.colocated.grid import EncoderGroups
 from paddle_vl.parallel.random_state import encoder_random
 from paddle_vl.parallel.region_ops import assign_items
@@ -67,13 +67,13 @@ class Bridge:
             trains: whether a backward pass follows.
         """
         batches = [batch for lane in lanes for batch in lane]
-        items_of_batch = [Items(*self.encoder.items(batch)) for batch in batches]
+        items_of_batch = [self.encoder.items(batch) for batch in batches]
         rows_I, costs_I = (np.concatenate(parts) for parts in zip(*items_of_batch, strict=True))
-        num_rows = np.array([int(items.rows.sum()) for items in items_of_batch])
+        num_rows = np.array([int(rows.sum()) for rows, _ in items_of_batch])
         assigned, output = assign_items(costs_I, self.groups.grid.lanes_in), None
         own = assigned[self._share[self.groups.role.rank]]
         if own.size:
-            ends = np.cumsum([len(items.rows) for items in items_of_batch])
+            ends = np.cumsum([len(rows) for rows, _ in items_of_batch])
             parts = np.split(own, np.searchsorted(own, ends[:-1]))
             within = [part - begin for part, begin in zip(parts, [0, *ends[:-1]], strict=True)]
             with paddle.set_grad_enabled(trains), encoder_random():

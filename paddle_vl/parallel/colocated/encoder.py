@@ -5,22 +5,10 @@ for Qwen3-VL one section per deepstack level. Each section is used by one model 
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from paddle import Tensor
-
-
-class Items(NamedTuple):
-    """The items of a batch in the order of their rows, `[I]` each.
-
-    Attributes:
-        rows: rows of each.
-        costs: relative cost of encoding each.
-    """
-
-    rows: np.ndarray
-    costs: np.ndarray
 
 
 class ItemEncoder(Protocol):
@@ -42,8 +30,9 @@ class ItemEncoder(Protocol):
         ...
 
     def items(self, batch: Any) -> tuple[np.ndarray, np.ndarray]:
-        """The items of a batch as `Items`; from its host arrays alone. All ranks that load a batch
-        find the same items, without agreeing on anything; an empty batch has none."""
+        """Rows of each item of a batch, in the order of its rows, and the relative cost of encoding
+        each, `[I]`; from its host arrays alone. All ranks that load a batch find the same items,
+        without agreeing on anything; an empty batch has none."""
         ...
 
     def has_items_anywhere(self, batch: Any) -> bool:

@@ -20,7 +20,7 @@ Differences from fleet:
   would never be reduced.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -221,32 +221,22 @@ class FleetSharding:
         rank = self._group_of(parameter).rank
         return own_slice(full, parameter, *self._span(parameter, rank))
 
-    def numbers_of_all(self, own: Mapping[Key, Tensor | None]) -> Callable[[Key], Tensor]:
-        """Non-negative scalars, each of which some ranks of its group have, with equal values.
+    @paddle.no_grad()
+    def numbers_of_all(self, own: Mapping[Key, Tensor | None]) -> dict[Key, Tensor]:
+        """Non-negative scalars, each of which some ranks of its group have, with equal values, on
+        all of them. Collective: one all-reduce (max) per group.
 
         Args:
-            own: float32 `[1]` by key; None if this rank does not have it.
-
-        Returns:
-            A function from key to scalar. Its first call is collective: one all-reduce (max) per
-            group.
+            own: float32 `[1]` by key, at least one; None if this rank does not have it.
         """
-        found: dict[Key, Tensor] = {}
-
-        @paddle.no_grad()
-        def find(key: Key) -> Tensor:
-            if not found:
-                # Collected on the group's device: Paddle keeps some of them on the host.
-                values = [0.0 if number is None else number.item() for number in own.values()]
-                numbers = paddle.to_tensor(values, dtype="float32")
-                # A number of experts is the same on all ranks of both groups.
-                for group in dict.fromkeys((self.group, self.topology.expert_sharding_group)):
-                    if group.nranks > 1:
-                        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
-                found.update(zip(own, numbers.split(len(values)), strict=True))
-            return found[key]
-
-        return find
+        # Collected on the group's device: Paddle keeps some of them on the host.
+        values = [0.0 if number is None else number.item() for number in own.values()]
+        numbers = paddle.to_tensor(values, dtype="float32")
+        # A number of experts is the same on all ranks of both groups.
+        for group in dict.fromkeys((self.group, self.topology.expert_sharding_group)):
+            if group.nranks > 1:
+                dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+        return dict(zip(own, numbers.split(len(values)), strict=True))
 
     def _make_updated(self, parameter: Tensor) -> Tensor | None:
         begin, end = self._span(parameter, self._group_of(parameter).rank)

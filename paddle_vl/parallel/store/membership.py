@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 0.05
 # A working store answers much faster.
 _ANSWER_S = 10.0
-GRACE_S = 10.0
+# For the main thread to return by itself after another rank has failed.
+_GRACE_S = 10.0
 # fleetrun looks at its ranks once a second, and shows the log of the first that it finds ended:
 # that of the cause, if the others end later.
 _LAUNCHER_S = 2.0
@@ -120,10 +121,11 @@ class Membership:
         except (OSError, ValueError):
             answer = {"missing": [0], "ended": [0], "failed": []}
         if missing := answer["missing"]:
-            ended = answer["ended"] or [rank for rank, _ in answer["failed"][:1]]
+            failed = dict(answer["failed"])
+            ended = answer["ended"] or list(failed)[:1]
             if ended:
                 time.sleep(_LAUNCHER_S)
-            raise RuntimeError(self.failure_text(ended, missing))
+            raise RuntimeError(self.failure_text(ended, missing, failed))
 
     def meet(
         self,
@@ -144,7 +146,7 @@ class Membership:
         except (OSError, ValueError):
             if self.rank == 0:
                 return {"ended": [], "failed": {}}
-            return {"ended": [0], "failed": {0: "has ended"}}
+            return {"ended": [0], "failed": {0: server.ENDED}}
         return answer | {"failed": dict(answer["failed"])}
 
     def report_end(self, problem: str | None = None) -> None:
@@ -154,14 +156,24 @@ class Membership:
             self.ask({"end": problem})
 
     def failure_text(
-        self, ended: Sequence[int], late: Sequence[int], problem: str = "too late"
+        self,
+        ended: Sequence[int],
+        late: Sequence[int],
+        failed: Mapping[int, str],
+        problem: str = "too late",
     ) -> str:
-        """Why an operation failed: ranks that have ended, or else those that are late."""
+        """Why an operation failed: the problem of the first rank that ended, or the ranks that have
+        ended without one; or else those that are late.
+
+        Args:
+            failed: problems by rank.
+        """
         culprits = ended or late
-        if culprits:
-            problem = f"{ranks_text(ended)} ended"
-            if not ended:
-                problem = f"got no answer from {ranks_text(late)}"
+        if ended and failed.get(ended[0], server.ENDED) != server.ENDED:
+            culprits, problem = ended[:1], f"rank {ended[0]} {failed[ended[0]]}"
+        elif culprits:
+            got = f"got no answer from {ranks_text(late)}"
+            problem = f"{ranks_text(ended)} ended" if ended else got
         see = f"{logs_text(culprits)} for the cause, and " if culprits else ""
         return f"rank {self.rank}: a collective failed: {problem}; {see}{CONTINUE}"
 
@@ -184,15 +196,11 @@ class PeerWatch:
     A thread polls the store once per second after the rendezvous. On exit it reports success or the
     exception to the store.
 
-    Args:
-        grace_s: seconds for the main thread to return by itself after another rank has failed.
-
     Raises:
         RuntimeError: in place of an error of gloo; names the ranks that have ended or are late.
     """
 
-    def __init__(self, grace_s: float = GRACE_S):
-        self._grace_s = grace_s
+    def __init__(self):
         self._is_over = threading.Event()
         self._thread = Watch(self._watch, "peer-watch")
 
@@ -218,7 +226,7 @@ class PeerWatch:
                 return
             for membership in of_this_process:
                 failed = membership.state()["failed"]
-        if self._is_over.wait(self._grace_s):
+        if self._is_over.wait(_GRACE_S):
             return
         rank, problem = next(iter(failed.items()))
         logger.error(
@@ -227,7 +235,7 @@ class PeerWatch:
             of_this_process[0].rank,
             rank,
             problem,
-            self._grace_s,
+            _GRACE_S,
             _place_of_main_thread(),
             logs_text([rank]),
             CONTINUE,
@@ -245,7 +253,7 @@ def _explained(membership: Membership, text: str) -> str:
     # Ranks that waited for the same one have given up by now.
     failed = membership.state()["failed"]
     late = [rank for rank in range(membership.num_ranks) if is_late and rank not in failed]
-    return membership.failure_text(ended, late, _OF_GLOO.findall(text)[0])
+    return membership.failure_text(ended, late, failed, _OF_GLOO.findall(text)[0])
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -26,6 +26,8 @@ STOP_WAIT, READY, NOT_READY = 1, 2, 3
 # Setting this key stores nothing; it sets the namespace of all later keys of the connection.
 # Paddle's clients put a slash before every key.
 NAMESPACE = "/namespace"
+# The problem of a rank that ends without a report.
+ENDED = "has ended"
 
 # The limits of Paddle's own server; a client that exceeds them is not Paddle's.
 MAX_KEY_BYTES, MAX_VALUE_BYTES = 1 << 14, 1 << 24
@@ -98,7 +100,7 @@ class _Connection:
         self.store, self.reader, self.writer = store, reader, writer
         self.namespace = ""
         self.rank: int | None = None
-        self.problem: str | None = "has ended"
+        self.problem: str | None = ENDED
         self._socket = writer.get_extra_info("socket")
 
     async def serve(self) -> None:

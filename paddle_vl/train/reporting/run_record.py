@@ -184,8 +184,9 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return answer.stdout.strip() if answer.returncode == 0 else None
 
 
-def processor_name(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
+def processor_name() -> str:
     """Model name of the CPU."""
+    cpu_info = Path("/proc/cpuinfo")
     if cpu_info.exists():
         for line in cpu_info.read_text(encoding="utf-8", errors="replace").splitlines():
             name, _, value = line.partition(":")

@@ -236,8 +236,7 @@ class CheckpointWriter:
                 shutil.rmtree(set_aside(path))
                 continue
             if path.name not in self._good:
-                verdict = examine(path, self._verifies)
-                if verdict.problems or not verdict.has_manifest:
+                if examine(path, self._verifies):
                     continue
                 self._good.add(path.name)
             num_kept += 1

@@ -229,7 +229,11 @@ def test_a_rank_that_does_not_come_to_all_others_is_named(how):
             close(present[2])
         elif how == "fails":
             present[2].report_end("failed with ValueError")
-        said = "got no answer from rank 2" if how == "is late" else "rank 2 ended"
+        said = {
+            "ends": "rank 2 ended",
+            "fails": "rank 2 failed with ValueError",
+            "is late": "got no answer from rank 2",
+        }[how]
         for rank, done in enumerate(arrived):
             told = f"rank {rank}: a collective failed: {said}; see the log of rank 2 for the cause"
             assert str(done.exception(5)).startswith(told)

@@ -79,6 +79,39 @@ def test_step_without_targets_is_refused():
         train_step(vl_runner(model), optimizer_of(model), micro_batches(batch, batch), 0.01)
 
 
+def test_a_step_that_reaches_nothing_trained_updates_nothing(caplog):
+    model = tiny_model()
+    named = list(model.hf_named_parameters())
+    decoder = ["model.language_model.*", "lm_head.*"]
+    trained = freeze_parameters(named, trained_names(dict(named), decoder))
+    optimizer = Optimizer(trained, TrainConfig(output_dir="o", weight_decay=0.1), set(dict(named)))
+    before = model.hf_state_dict()
+    text = {"input_ids": [[1, 2, 3]], "labels": [[-100, 2, 3]], "position_ids": [[[0, 1, 2]]] * 3}
+    text |= {"attention_mask": [[1, 1, 1]], "real_row_indices": [0, 1, 2]}
+    batch = {name: np.array(value) for name, value in text.items()}
+    batch |= {"num_target_tokens": 2, "has_left_padding": False}
+    results = [train_step(vl_runner(model), optimizer, micro_batches(batch), 0.1) for _ in range(2)]
+    assert [result.grad_norm.item() for result in results] == [0.0, 0.0]
+    for name, array in model.hf_state_dict().items():
+        np.testing.assert_array_equal(array, before[name], err_msg=name)
+    assert caplog.text.count("no trained parameter got a gradient") == 1
+
+
+def test_a_step_whose_gradients_are_zero_decays_the_weights():
+    """The loss depends on the decoder, though a head of zeros passes it nothing."""
+    model = tiny_model()
+    paddle.assign(paddle.zeros_like(model.lm_head.weight), model.lm_head.weight)
+    named = list(model.hf_named_parameters())
+    trained = freeze_parameters(named, trained_names(dict(named), ["model.visual.*", "lm_head.*"]))
+    optimizer = Optimizer(trained, TrainConfig(output_dir="o", weight_decay=0.1), set(dict(named)))
+    name, weight = trained[0]
+    before = weight.numpy()
+    batch = image_batch(TEXTS, PROMPTS)
+    result = train_step(vl_runner(model), optimizer, micro_batches(batch), 0.1)
+    assert result.grad_norm.item() == 0.0
+    np.testing.assert_allclose(weight.numpy(), before * 0.99, rtol=1e-6, err_msg=name)
+
+
 @pytest.mark.parametrize("frozen", ["none", "patch embedding", "tower", "all below the last layer"])
 def test_recomputation_changes_no_gradient(frozen):
     """With a frozen patch embedding the first block's input needs no gradient, but its weights

@@ -9,7 +9,7 @@ Shapes: I items, P patches, M rows, D decoder width, G levels, C = (1 + G) * D.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import paddle
@@ -34,18 +34,6 @@ KINDS = {
 }
 
 
-class VisualItems(NamedTuple):
-    """The items of a batch, `[I]` each.
-
-    Attributes:
-        rows: rows of each.
-        costs: relative cost of encoding each.
-    """
-
-    rows: np.ndarray
-    costs: np.ndarray
-
-
 class VisualEncoder:
     """The vision tower of a model whose every rank has it.
 
@@ -64,13 +52,13 @@ class VisualEncoder:
         """Of the tower."""
         return self.model.visual.parameters()
 
-    def items(self, batch: VLBatch) -> VisualItems:
+    def items(self, batch: VLBatch) -> tuple[np.ndarray, np.ndarray]:
         """Rows of each image and video, and its multiplications in the tower's blocks."""
         grid_thw = np.concatenate([_grid(batch, kind) for kind in KINDS])
         patches_I, frame_I = grid_thw.prod(axis=1), grid_thw[:, 1:].prod(axis=1)
         width, inner = self.vision.hidden_size, self.vision.intermediate_size
         costs_I = patches_I * (4 * width**2 + 2 * width * inner + 2 * width * frame_I)
-        return VisualItems(patches_I // self.vision.spatial_merge_size**2, costs_I)
+        return patches_I // self.vision.spatial_merge_size**2, costs_I
 
     def has_items_anywhere(self, batch: VLBatch) -> bool:
         """Whether any data-parallel rank's batch has images or videos, as the ranks agreed."""
