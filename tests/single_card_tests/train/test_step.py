@@ -81,10 +81,8 @@ def test_step_without_targets_is_refused():
 
 def test_a_step_that_reaches_nothing_trained_updates_nothing(caplog):
     model = tiny_model()
-    named = list(model.hf_named_parameters())
     decoder = ["model.language_model.*", "lm_head.*"]
-    trained = freeze_parameters(named, trained_names(dict(named), decoder))
-    optimizer = Optimizer(trained, TrainConfig(output_dir="o", weight_decay=0.1), set(dict(named)))
+    optimizer = optimizer_of(model, decoder, weight_decay=0.1, weight_decay_exclude=[])
     before = model.hf_state_dict()
     text = {"input_ids": [[1, 2, 3]], "labels": [[-100, 2, 3]], "position_ids": [[[0, 1, 2]]] * 3}
     text |= {"attention_mask": [[1, 1, 1]], "real_row_indices": [0, 1, 2]}
@@ -101,10 +99,9 @@ def test_a_step_whose_gradients_are_zero_decays_the_weights():
     """The loss depends on the decoder, though a head of zeros passes it nothing."""
     model = tiny_model()
     paddle.assign(paddle.zeros_like(model.lm_head.weight), model.lm_head.weight)
-    named = list(model.hf_named_parameters())
-    trained = freeze_parameters(named, trained_names(dict(named), ["model.visual.*", "lm_head.*"]))
-    optimizer = Optimizer(trained, TrainConfig(output_dir="o", weight_decay=0.1), set(dict(named)))
-    name, weight = trained[0]
+    frozen = ["model.visual.*", "lm_head.*"]
+    optimizer = optimizer_of(model, frozen, weight_decay=0.1, weight_decay_exclude=[])
+    name, weight = "embedding", model.language_model.embedding.embed_tokens.weight
     before = weight.numpy()
     batch = image_batch(TEXTS, PROMPTS)
     result = train_step(vl_runner(model), optimizer, micro_batches(batch), 0.1)
