@@ -182,8 +182,7 @@ class LanesLoader:
         if own is None:
             assert self.idle is not None, "training data has no end"
             own = self.idle()
-        batch: Any = {**own, OTHER_LANES: [other or {} for other in others]}
-        return batch
+        return own | {OTHER_LANES: [other or {} for other in others]}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.own, name)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paddle_vl.batch.schema import SOURCE_COUNTS
 from paddle_vl.data.corpus.packed_rows import DOCUMENTS, LaneState, Piece, RowMaker
 from paddle_vl.data.packing import check_ranks
 from paddle_vl.data.prefetch import PendingBatch, PrefetchingLoader
@@ -35,8 +34,8 @@ class MadeRows(NamedTuple):
 class CorpusLoader(PrefetchingLoader):
     """An endless iterator over training batches; see `PrefetchLoader` for the interface.
 
-    Every batch has the tokens and documents of each source in it, `[S]` int64, under
-    the keys of `SOURCE_COUNTS`. A document counts where it begins.
+    Every batch has `source_tokens` and `source_documents`, those of each source in it. A document
+    counts where it begins.
 
     Attributes:
         epoch, batches_consumed: place in the data in documents of all sources: `batches_consumed`
@@ -224,7 +223,8 @@ def make_rows(maker: RowMaker, collator: Any, states: Mapping[int, LaneState]) -
     for piece in (piece for row in rows for piece in row):
         tokens[piece.source] += len(piece.sample["input_ids"])
         documents[piece.source] += piece.is_first
-    batch.update(zip(SOURCE_COUNTS, (tokens, documents), strict=True))
+    counts = {"source_tokens": tokens, "source_documents": documents}
+    batch |= {name: tuple(each.tolist()) for name, each in counts.items()}
     return MadeRows(batch, {lane: state for lane, (_, state) in made.items()})
 
 

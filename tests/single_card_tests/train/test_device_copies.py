@@ -9,22 +9,35 @@ GPU that cannot do them names the setting.
 
 import gc
 import weakref
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import paddle
 import pytest
 
+from paddle_vl.batch.schema import HostBatch
 from paddle_vl.train.feeding.device_copies import DeviceCopies, device_copies
 from tests.single_card_tests.train.fake_device import FakeDevice
 
 
-def everything(name: str) -> bool:
-    return True
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Fields(HostBatch):
+    a: Any = None
+    b: Any = None
+    videos: Any = None
+    masks: Any = None
+    none: Any = None
+    pixels: Any = None
+    grid: Any = None
+    count: Any = None
+    note: Any = None
+    on_host: tuple[str, ...] = ("grid",)
 
 
-def step(copies: DeviceCopies, *batches: dict) -> list[dict]:
+def step(copies: DeviceCopies, *batches: Fields) -> list[Fields]:
     """One step as a feed runs it: fetch, use, launch."""
-    made = copies.start(batches, everything)
+    made = copies.start(batches)
     copies.wait()
     copies.launched()
     return made
@@ -37,7 +50,7 @@ def numbers(size: int, first: int = 0) -> np.ndarray:
 def test_a_step_is_pinned_copied_and_waited_for_by_the_computing_stream():
     device = FakeDevice()
     copies = DeviceCopies(device)
-    (batch,) = copies.start([{"a": numbers(3), "b": numbers(2)}], everything)
+    (batch,) = copies.start([Fields(a=numbers(3), b=numbers(2))])
     assert device.log == [
         "empty", "pin", "empty", "pin",
         # The memory is new: its earlier uses were launched before.
@@ -55,10 +68,10 @@ def test_a_step_is_pinned_copied_and_waited_for_by_the_computing_stream():
 def test_buffers_have_two_turns_each_behind_the_step_that_had_it():
     device = FakeDevice()
     copies = DeviceCopies(device)
-    first, second = (step(copies, {"a": numbers(4, i)})[0]["a"] for i in range(2))
+    first, second = (step(copies, Fields(a=numbers(4, i)))[0]["a"] for i in range(2))
     launched = [event.name for event in device.compute.events]
     device.log.clear()
-    third = copies.start([{"a": numbers(4, 2)}], everything)[0]["a"]
+    third = copies.start([Fields(a=numbers(4, 2))])[0]["a"]
     # Two of the four events are for new memory; the first step was launched before the second
     # event.
     assert launched == ["compute 0", "compute 1", "compute 2", "compute 3"]
@@ -68,7 +81,7 @@ def test_buffers_have_two_turns_each_behind_the_step_that_had_it():
     copies.wait()
     copies.launched()
     device.log.clear()
-    copies.start([{"a": numbers(4, 3)}], everything)
+    copies.start([Fields(a=numbers(4, 3))])
     assert device.log[1] == "copies waits for compute 3"
 
 
@@ -77,7 +90,7 @@ def test_other_lengths_use_the_memory_there_is_until_it_is_too_small():
     copies = DeviceCopies(device)
     pointers = []
     for size in (8, 8, 6, 9, 10):
-        (batch,) = step(copies, {"a": numbers(2 * size).reshape([2, size])})
+        (batch,) = step(copies, Fields(a=numbers(2 * size).reshape([2, size])))
         assert batch["a"].tolist() == numbers(2 * size).reshape([2, size]).tolist()
         pointers.append(batch["a"].data_ptr())
         if size == 6:
@@ -104,12 +117,12 @@ def test_pinned_memory_is_held_until_it_was_read():
 
     device.pinned = pinned
     copies = DeviceCopies(device)
-    step(copies, {"a": numbers(3)})
-    step(copies, {"a": numbers(3)})
+    step(copies, Fields(a=numbers(3)))
+    step(copies, Fields(a=numbers(3)))
     gc.collect()
     assert held[0]() is not None
     device.copies.events[0].has_happened = True
-    step(copies, {"a": numbers(3)})
+    step(copies, Fields(a=numbers(3)))
     gc.collect()
     assert [ref() is None for ref in held] == [True, False, False]
     copies.close()
@@ -120,13 +133,13 @@ def test_pinned_memory_is_held_until_it_was_read():
 
 def test_what_stays_on_the_host_is_not_touched():
     grid, count = numbers(3), 7
-    batch = {"pixels": numbers(2), "grid": grid, "count": count, "absent": None, "note": (True,)}
+    batch = Fields(pixels=numbers(2), grid=grid, count=count, note=(True,))
     device = FakeDevice()
     copies = DeviceCopies(device)
-    (made,) = copies.start([batch], lambda name: name != "grid")
+    (made,) = copies.start([batch])
     copies.wait()
     assert made["grid"] is grid
-    assert (made["count"], made["absent"], made["note"]) == (7, None, (True,))
+    assert (made.count, made.a, made.note) == (7, None, (True,))
     assert made["pixels"].tolist() == [0, 1]
     assert list(made) == list(batch)
 
@@ -135,8 +148,8 @@ def test_lists_empty_arrays_types_and_micro_batches_are_kept_apart():
     device = FakeDevice()
     copies = DeviceCopies(device)
     batches = [
-        {"videos": [np.full([2, 2], i, "float32"), np.full([3], i, "float32")],
-         "masks": np.array([True, False]), "none": np.zeros([0, 4], "int64")}
+        Fields(videos=[np.full([2, 2], i, "float32"), np.full([3], i, "float32")],
+               masks=np.array([True, False]), none=np.zeros([0, 4], "int64"))
         for i in range(2)
     ]  # fmt: skip
     made = step(copies, *batches)
@@ -146,14 +159,14 @@ def test_lists_empty_arrays_types_and_micro_batches_are_kept_apart():
         assert batch["masks"].tolist() == [True, False]
         assert (batch["none"].shape, batch["none"].dtype) == ([0, 4], paddle.int64)
     # The dtype of an entry may change, as with a dataset that stores smaller numbers.
-    (later,) = step(copies, {"videos": [np.full([2], 9, "int64")]})
+    (later,) = step(copies, Fields(videos=[np.full([2], 9, "int64")]))
     assert later["videos"][0].tolist() == [9, 9]
 
 
 def test_it_is_idle_when_the_last_step_launched_is_done():
     device = FakeDevice()
     copies = DeviceCopies(device)
-    step(copies, {"a": numbers(1)})
+    step(copies, Fields(a=numbers(1)))
     assert not copies.is_idle()
     device.compute.events[-1].has_happened = True
     assert copies.is_idle()

@@ -2,10 +2,10 @@
 
 Guarantees: without copies batches are fetched on demand; with copies the next step's are fetched
 after a step is launched, none beyond the last step; the data position is the one after a step's own
-batches, and resuming there yields the next ones; counts are made before arrays leave the host; an
-error in the data belongs to its step; on a CPU nothing keeps the arrays that became tensors; a wait
-counts unless the device was busy; a stalled loader is named with its worker; a run with copies is
-bit-identical to one without, also when resumed.
+batches, and resuming there yields the next ones; operations are counted before arrays leave the
+host; an error in the data belongs to its step; on a CPU nothing keeps the arrays that became
+tensors; a wait counts unless the device was busy; a stalled loader is named with its worker; a run
+with copies is bit-identical to one without, also when resumed.
 """
 
 import logging
@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from paddle_vl.batch.schema import VLBatch
 from paddle_vl.config.load import load_run_config
 from paddle_vl.data.loader import PrefetchLoader
-from paddle_vl.families.vlm.training.objective import VLBatchAdapter
 from paddle_vl.train import trainer as trainer_module
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.feeding import feed
@@ -49,14 +49,14 @@ class Numbers:
     def __len__(self) -> int:
         return 5
 
-    def __next__(self) -> dict:
+    def __next__(self) -> VLBatch:
         number, self.taken = self.taken, self.taken + 1
         if self.clock is not None:
             self.clock.now += 1.0
         if number == self.bad:
             raise ValueError("a bad batch")
         ids = np.full([1, 2], number)
-        return {"input_ids": ids, "attention_mask": np.ones_like(ids), "num_target_tokens": number}
+        return VLBatch(input_ids=ids, counts=(number,))
 
     def state_dict(self) -> dict:
         return {"taken": self.taken}
@@ -73,11 +73,11 @@ class Numbers:
 
 def fed_from(data, num_steps: int = 4, device: FakeDevice | None = None, **options) -> BatchFeed:
     copies = None if device is None else DeviceCopies(device)
-    return BatchFeed(data, VLBatchAdapter(), 2, num_steps, copies=copies, **options)
+    return BatchFeed(data, 2, num_steps, copies=copies, **options)
 
 
 def numbers_of(step: feed.FedStep) -> list[int]:
-    return [int(micro.batch["input_ids"][0, 0]) for micro in step.micro_batches]
+    return [int(micro.input_ids[0, 0]) for micro in step.micro_batches]
 
 
 def test_without_copies_batches_are_fetched_on_demand():
@@ -109,14 +109,13 @@ def test_with_copies_the_next_step_is_fetched_when_one_was_launched():
     assert numbers_of(second) == [2, 3]
 
 
-def test_counts_are_made_before_arrays_leave_the_host(monkeypatch):
-    device = FakeDevice()
-    monkeypatch.setattr(
-        VLBatchAdapter, "num_tokens", lambda self, batch: batch["input_ids"].ctypes and 6
-    )
-    step = fed_from(Numbers(), device=device).next_step()
-    assert [micro.num_tokens for micro in step.micro_batches] == [6, 6]
-    assert not isinstance(step.micro_batches[0].batch["input_ids"], np.ndarray)
+def test_operations_are_counted_before_arrays_leave_the_host():
+    def count_flops(batch):
+        return batch.input_ids.ctypes and 6
+
+    step = fed_from(Numbers(), device=FakeDevice(), count_flops=count_flops).next_step()
+    assert [micro.flops for micro in step.micro_batches] == [6, 6]
+    assert not isinstance(step.micro_batches[0].input_ids, np.ndarray)
 
 
 def test_nothing_is_fetched_beyond_the_last_step():
@@ -180,7 +179,7 @@ def test_fetching_ahead_is_waiting_once_the_device_has_no_work(clock, is_done, e
     device = FakeDevice()
 
     class Slow(Numbers):
-        def __next__(self) -> dict:
+        def __next__(self) -> VLBatch:
             device.compute.events[-1].has_happened = is_done
             return super().__next__()
 
@@ -275,7 +274,7 @@ def test_a_step_on_a_cpu_keeps_no_array_that_became_a_tensor(tmp_path, run_files
             arrays.extend(
                 (name, weakref.ref(value))
                 for name, value in batch.items()
-                if isinstance(value, np.ndarray) and runner.adapter.is_for_device(name)
+                if isinstance(value, np.ndarray) and name not in batch.on_host
             )
             return batch
 

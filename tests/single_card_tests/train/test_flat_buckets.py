@@ -20,6 +20,7 @@ from paddle import _C_ops, profiler
 from paddle.base.framework import EagerParamBase
 
 from paddle_vl.config.schema import TrainConfig
+from paddle_vl.families.vlm.inputs.collate import prepared
 from paddle_vl.families.vlm.settings import PARTS
 from paddle_vl.nn import flat_buckets
 from paddle_vl.nn.flat_buckets import fill_gradient
@@ -30,7 +31,7 @@ from paddle_vl.train import optimizer as optimizer_module
 from paddle_vl.train.freeze import decayed_names, freeze_parameters, rate_factors, trained_names
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.step import train_step
-from tests.single_card_tests.train.batches import image_batch, micro_batches, vl_runner
+from tests.single_card_tests.train.batches import image_batch, image_fields, vl_runner
 from tests.support.operators import recorded_operators
 from tests.support.states import states_of
 from tests.support.tiny import tiny_model
@@ -38,10 +39,10 @@ from tests.support.tiny import tiny_model
 IMAGES = image_batch([[1, 2, 3, 4, 5], [6, 7, 8]], [2, 1])
 TEXT = {
     name: value
-    for name, value in image_batch([[1, 2, 3, 4, 5]], [2]).items()
+    for name, value in image_fields([[1, 2, 3, 4, 5]], [2]).items()
     if "pixel" not in name and "grid" not in name and "visual" not in name
 }
-TEXT["input_ids"] = np.where(TEXT["input_ids"] >= 60, 9, TEXT["input_ids"])
+TEXT = prepared(TEXT | {"input_ids": np.where(TEXT["input_ids"] >= 60, 9, TEXT["input_ids"])})
 
 
 def build(model, flat: bool, store=None, **settings) -> Optimizer:
@@ -89,7 +90,7 @@ def trained(flat: bool, batches, ranks=ONE_RANK, **settings):
     optimizer = build(model, flat, **settings)
     for number, batch in enumerate(batches):
         rate = 0.01 / (1 + number)
-        outcome = train_step(vl_runner(model), optimizer, micro_batches(batch), rate, ranks)
+        outcome = train_step(vl_runner(model), optimizer, [batch], rate, ranks)
         assert bool(outcome.is_good)
     return model, optimizer
 
@@ -146,10 +147,10 @@ def test_a_bad_step_changes_nothing():
     before = state_of(model, optimizer)
     bad = IMAGES | {"pixel_values": IMAGES["pixel_values"].copy()}
     bad["pixel_values"][3, 5] = np.inf
-    result = train_step(vl_runner(model), optimizer, micro_batches(IMAGES, bad), 0.01)
+    result = train_step(vl_runner(model), optimizer, [IMAGES, bad], 0.01)
     assert not bool(result.is_good)
     assert_same_bits(state_of(model, optimizer), before)
-    train_step(vl_runner(model), optimizer, micro_batches(IMAGES), 0.01)
+    train_step(vl_runner(model), optimizer, [IMAGES], 0.01)
     assert (model.hf_state_dict()["lm_head.weight"] != before["lm_head.weight"]).any()
 
 
@@ -166,7 +167,7 @@ def test_saved_state_goes_on_with_the_same_bits_in_either_form(flat_first):
     optimizer.load_state({name: saved[name] for name in saved.keys() - weights.keys()})
     assert_same_bits(state_of(target, optimizer), saved)
     for model, of_model in (source, (target, optimizer)):
-        train_step(vl_runner(model), of_model, micro_batches(IMAGES), 0.01)
+        train_step(vl_runner(model), of_model, [IMAGES], 0.01)
     assert_same_bits(state_of(target, optimizer), state_of(*source))
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from paddle_vl.config.load import load_run_config
+from paddle_vl.families.policy.model_inputs import PromptBatch, fields_present, planner_targets
 from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.transfer import on_device
 from paddle_vl.parallel.ranks import ONE_RANK
 from paddle_vl.train.build import placed_model, run_family
 from tests.single_card_tests.train.tiny_policy_run import PLANNER, write_tiny_policy_run
@@ -54,8 +56,8 @@ def prepared(path: Path, *overrides: str):
 def counted(family, built, batch, monkeypatch) -> tuple[int, int]:
     with counted_products(monkeypatch) as counts:
         adapter = built.adapter
-        output = adapter.forward(built.model, adapter.to_device(batch))
-        family.loss.share(output, adapter.counts(batch), 1)[0].backward()
+        output = adapter.forward(built.model, on_device(batch))
+        family.loss.share(output, batch.counts, 1)[0].backward()
     return counts.forward, counts.forward + counts.backward
 
 
@@ -79,7 +81,7 @@ def test_a_language_run_counts_what_it_runs(overrides, run_file, monkeypatch):
 def test_a_policy_run_counts_what_it_runs(overrides, policy_file, monkeypatch):
     settings = ["model.config.knowledge_insulation=false", *overrides]
     family, built, counter, batch = prepared(policy_file, *settings)
-    without_padding(batch)
+    batch = without_padding(batch)
     expected = counted(family, built, batch, monkeypatch)
     assert (counter.forward(batch), counter(batch)) == expected
 
@@ -87,18 +89,18 @@ def test_a_policy_run_counts_what_it_runs(overrides, policy_file, monkeypatch):
 def test_a_planners_run_counts_what_it_runs(policy_file, monkeypatch):
     settings = [f"model.config={json.dumps(PLANNER)}", "train.loss_weighting={CE_memory: 0.0}"]
     family, built, counter, batch = prepared(policy_file, *settings)
-    without_padding(batch)
+    batch = without_padding(batch)
     expected = counted(family, built, batch, monkeypatch)
     assert (counter.forward(batch), counter(batch)) == expected
 
 
-def without_padding(batch: dict) -> None:
+def without_padding(batch: PromptBatch) -> PromptBatch:
     """Mark padding as real, because the model computes both."""
-    for name in [name for name in batch if name == "presence" or name.endswith("target_rows")]:
-        del batch[name]  # Made of the masks; made again of these.
     for name, value in batch.items():
         if name.endswith("masks"):
             for mask in value if isinstance(value, list) else [value]:
                 mask[:] = True
         if name == "obs_history_is_pad":
             value[:] = False
+    made = planner_targets(batch) if "memory_masks" in batch else {}
+    return batch | {"presence": fields_present(batch), **made}

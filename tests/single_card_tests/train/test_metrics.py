@@ -15,15 +15,15 @@ import paddle
 import pytest
 from PIL import Image
 
+from paddle_vl.batch.schema import HostBatch
 from paddle_vl.families.vlm.training.objective import VLLoss
 from paddle_vl.train.reporting.metrics import StepMeter
 from paddle_vl.train.reporting.plots import draw_loss_curve
 from paddle_vl.train.reporting.reporter import by_rank, packed
 from paddle_vl.train.reporting.run_files import MetricsFile
-from paddle_vl.train.step import MicroBatch
 from tests.single_card_tests.train.batches import outcome
 
-EMPTY = MicroBatch({}, (), (), 0, 0, 0)
+EMPTY = HostBatch()
 
 
 def gathered(*ranks: dict) -> dict:

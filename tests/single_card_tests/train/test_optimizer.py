@@ -23,7 +23,7 @@ from paddle_vl.train.freeze import (
 )
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.step import train_step
-from tests.single_card_tests.train.batches import image_batch, micro_batches, vl_runner
+from tests.single_card_tests.train.batches import image_batch, vl_runner
 from tests.support.states import states_of
 from tests.support.tiny import tiny_model
 
@@ -50,7 +50,7 @@ def test_frozen_parameters_get_no_gradient_state_or_update(batch):
     model = tiny_model()
     optimizer = build(model, ["model.visual.*", "*.layers.0.mlp.*"])
     before = model.hf_state_dict()
-    train_step(vl_runner(model), optimizer, micro_batches(batch), 0.01)
+    train_step(vl_runner(model), optimizer, [batch], 0.01)
     changed = {
         name for name, value in model.hf_state_dict().items() if (value != before[name]).any()
     }
@@ -148,7 +148,7 @@ def test_what_is_frozen_for_some_steps_begins_with_fresh_state(batch, has_bucket
             optimizer.begin_step(step)
             for parameter in filter(lambda p: p.stop_gradient and has_zeros, model.parameters()):
                 parameter.grad = paddle.zeros_like(parameter)
-            train_step(vl_runner(model), optimizer, micro_batches(batch), 0.01)
+            train_step(vl_runner(model), optimizer, [batch], 0.01)
 
     settings = {"weight_decay": 0.5, "max_grad_norm": 0.0}
     wanted = tiny_model()
@@ -216,13 +216,13 @@ def test_state_round_trips_bit_for_bit(batch):
     """One step, a move of weights and state to new objects and one step equal two steps."""
     model = tiny_model()
     optimizer = build(model, weight_decay=0.1)
-    train_step(vl_runner(model), optimizer, micro_batches(batch), 0.01)
+    train_step(vl_runner(model), optimizer, [batch], 0.01)
     other = tiny_model(seed=5)
     other.set_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     moved = build(other, weight_decay=0.1)
     moved.load_state(states_of(optimizer))
-    train_step(vl_runner(model), optimizer, micro_batches(batch), 0.01)
-    train_step(vl_runner(other), moved, micro_batches(batch), 0.01)
+    train_step(vl_runner(model), optimizer, [batch], 0.01)
+    train_step(vl_runner(other), moved, [batch], 0.01)
     for name, value in model.hf_state_dict().items():
         np.testing.assert_array_equal(other.hf_state_dict()[name], value, err_msg=name)
     for name, value in states_of(optimizer).items():

@@ -8,6 +8,7 @@ overflow is repeated with exact sizes and the same random numbers, and updates o
 cases compare this step with HF's trajectory on torch.
 """
 
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -23,14 +24,12 @@ from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.step import (
     ModelRunner,
     agree_on_step,
-    counted,
     leave_step,
     train_step,
 )
 from tests.single_card_tests.train.batches import (
     count_calls,
     image_batch,
-    micro_batches,
     split_batch,
     vl_runner,
 )
@@ -70,7 +69,7 @@ def test_result_reports_loss_and_targets():
     model = tiny_model()
     batch = image_batch(TEXTS, PROMPTS)
     expected = float(model(**batch).loss)
-    result = train_step(vl_runner(model), build(model), micro_batches(batch), 0.0)
+    result = train_step(vl_runner(model), build(model), [batch], 0.0)
     assert result.terms.item() == pytest.approx(expected, rel=1e-6)
     assert result.totals.counts == (8,)
     assert bool(result.is_good)
@@ -80,12 +79,11 @@ def test_nonfinite_step_changes_nothing():
     model = tiny_model()
     optimizer = build(model, weight_decay=0.1)
     good, bad = image_batch(TEXTS, PROMPTS), image_batch(TEXTS, PROMPTS)
-    bad["pixel_values"] = bad["pixel_values"].copy()
-    bad["pixel_values"][3, 5] = np.inf
-    train_step(vl_runner(model), optimizer, micro_batches(good), 0.01)
+    bad.pixel_values[3, 5] = np.inf
+    train_step(vl_runner(model), optimizer, [good], 0.01)
     weights = model.hf_state_dict()
     state = {name: tensor.numpy().copy() for name, tensor in optimizer.state_tensors().items()}
-    result = train_step(vl_runner(model), optimizer, micro_batches(good, bad), 0.01)
+    result = train_step(vl_runner(model), optimizer, [good, bad], 0.01)
     assert not bool(result.is_good)
     for name, array in model.hf_state_dict().items():
         np.testing.assert_array_equal(array, weights[name], err_msg=name)
@@ -98,7 +96,7 @@ def test_step_without_targets_is_refused():
     model = tiny_model()
     batch = image_batch([[1, 2]], [2])
     with pytest.raises(ValueError, match="have no target token"):
-        train_step(vl_runner(model), build(model), micro_batches(batch, batch), 0.01)
+        train_step(vl_runner(model), build(model), [batch, batch], 0.01)
 
 
 @pytest.mark.parametrize("frozen", ["none", "patch embedding", "tower", "all below the last layer"])
@@ -156,17 +154,17 @@ class OfTwo(SingleRank):
 def test_ranks_exchange_the_counts_of_sources(has_sources):
     first, second = split_batch(TEXTS[:2], PROMPTS[:2])
     if has_sources:
-        first |= {"source_tokens": np.array([7, 0]), "source_documents": np.array([1, 0])}
-        second |= {"source_tokens": np.array([4, 5]), "source_documents": np.array([0, 2])}
+        first |= {"source_tokens": (7, 0), "source_documents": (1, 0)}
+        second |= {"source_tokens": (4, 5), "source_documents": (0, 2)}
     ranks = OfTwo()
-    totals = agree_on_step(micro_batches(first, second), VLLoss(), ranks)
+    totals = agree_on_step([first, second], VLLoss(), ranks)
     assert totals.source_tokens == ((22, 10) if has_sources else ())
     assert totals.source_documents == ((2, 4) if has_sources else ())
     assert totals.needed == ((2,), (2,))
     assert totals.num_tokens == 2 * (13 + 9)
     leave_step(totals.num_agreed, ranks, 15)
     assert len(ranks.sent[0]) == len(ranks.sent[1])
-    assert not any("source_tokens" in each.batch for each in micro_batches(first, second))
+    assert not any("source_tokens" in each for each in [first, second])
 
 
 class Overflowing(ModelRunner):
@@ -174,7 +172,8 @@ class Overflowing(ModelRunner):
     micro-batch."""
 
     def accumulate_gradients(self, batches: Any, totals, store=None, num_sources=0):
-        capacities = [batch.pop("expert_capacity", None) for batch in batches]
+        capacities = [batch.expert_capacity for batch in batches]
+        batches = [batch | {"expert_capacity": None} for batch in batches]
         if capacities[0] is not None:
             self.rooms = [capacity.num_rows for capacity in capacities]
             capacities[1].overflows.append(paddle.to_tensor([3, 9]).max() > 8)
@@ -190,9 +189,11 @@ class Overflowing(ModelRunner):
 def test_a_step_that_overflows_is_repeated_and_equals_one_with_exact_sizes():
     found = []
     for factor in (None, 1.5):
-        model, adapter = tiny_model(), VLBatchAdapter(capacity_factor=factor)
-        optimizer, runner = build(model), Overflowing(model, VLLoss(), adapter)
-        batches = [counted(batch, adapter) for batch in split_batch(TEXTS[:2], PROMPTS[:2])]
+        model = tiny_model()
+        optimizer, runner = build(model), Overflowing(model, VLLoss(), VLBatchAdapter())
+        batches = split_batch(TEXTS[:2], PROMPTS[:2])
+        if factor is not None:
+            batches = [b | {"expert_rows": ceil(factor * b.num_tokens)} for b in batches]
         result = train_step(runner, optimizer, batches, 0.01, seed=lambda: paddle.seed(3))
         assert result.is_repeated == (factor is not None)
         values = [*model.parameters(), *optimizer.state_tensors().values(), result.terms]

@@ -194,9 +194,7 @@ class BatchedModel:
         numbers = [*rows, *[self._num_rows] * more]
         self._use(PagedKeys([*places, *[nowhere] * more], rows=numbers))
         position_3R1 = np.tile(np.array([*positions, *[0] * more])[:, None], [3, 1, 1])
-        inputs = decoder_positions(
-            self._model.config, {"position_ids": device_tensor(position_3R1)}
-        )
+        inputs = decoder_positions(self._model.config, device_tensor(position_3R1))
         ids_R1 = device_tensor(np.array([*tokens, *[0] * more], dtype=np.int64)[:, None])
         return step_logits(self._model, ids_R1, inputs, self._pools)
 
@@ -204,18 +202,14 @@ class BatchedModel:
         for pool in self._pools:
             pool.paged = paged
 
-    def _visual(self, prompt: Prompt) -> dict[str, Any]:
+    def _visual(self, prompt: Prompt) -> VisionFeatures | None:
         """Embeddings and levels of a prompt, as of `model.encode_visual`."""
-        visual: dict[str, Any] = {}
-        for kind in ("image", "video"):
-            found = [self._features(item, prompt) for item in prompt.items if item.kind == kind]
-            if found:
-                merged, levels = zip(*found, strict=True)
-                visual[f"{kind}_embeds"] = paddle.concat(list(merged))
-                visual[f"deepstack_{kind}_embeds"] = [
-                    paddle.concat(list(level)) for level in zip(*levels, strict=True)
-                ]
-        return visual
+        found = [self._features(item, prompt) for item in prompt.items]
+        if not found:
+            return None
+        merged, levels = zip(*found, strict=True)
+        of_levels = [paddle.concat(list(level)) for level in zip(*levels, strict=True)]
+        return VisionFeatures(paddle.concat(list(merged)), of_levels)
 
     def _features(self, item: _Item, prompt: Prompt) -> VisionFeatures:
         """Of one image or video, alone, so that they do not depend on others."""

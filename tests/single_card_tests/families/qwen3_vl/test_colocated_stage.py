@@ -15,6 +15,8 @@ import numpy as np
 import paddle
 import pytest
 
+from paddle_vl.batch.positions import mrope_position_ids
+from paddle_vl.batch.schema import VLBatch
 from paddle_vl.batch.visual_index import host_visual_indices
 from paddle_vl.config.load import load_run_config
 from paddle_vl.families.vlm.inputs.collate import prepared
@@ -24,8 +26,8 @@ from paddle_vl.families.vlm.training.colocated import (
     ColocatedStage,
     VisualEncoder,
 )
-from paddle_vl.families.vlm.training.objective import VLBatchAdapter
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
+from paddle_vl.nn.transfer import on_device
 from paddle_vl.parallel.colocated.host_rows import HostRows
 from paddle_vl.parallel.colocated.runner import Leaves
 from paddle_vl.testing import record_device_copies, tiny_qwen3_5
@@ -39,7 +41,7 @@ GRIDS = {"image": [[1, 2, 4], [1, 4, 2], [1, 2, 2]], "video": [[2, 2, 2], [1, 4,
 CUTS = [[1, 3], [2, 3], [1, 2, 3]]
 
 
-def batch_of(kinds: tuple[str, ...]) -> dict:
+def batch_of(kinds: tuple[str, ...], vision: Any = None) -> VLBatch:
     """Two samples; items of both kinds alternate."""
     rows = []
     for number in range(3):
@@ -66,8 +68,11 @@ def batch_of(kinds: tuple[str, ...]) -> dict:
         num_image_rows=counts.get("image", 0),
         num_video_rows=counts.get("video", 0),
     )
+    ids_of = {"image_token_id": IMAGE, "video_token_id": VIDEO}
+    thws = [batch.get(f"{kind}_grid_thw") for kind in GRIDS]
+    batch["position_ids"], _ = mrope_position_ids(ids, batch["attention_mask"], *thws, **ids_of)
     batch["num_target_tokens"] = int((batch["labels"][:, 1:] != -100).sum())
-    return prepared(batch)
+    return prepared(batch, vision)
 
 
 def colocated_model(build: Callable[[], Any] = tiny_model) -> Any:
@@ -83,7 +88,7 @@ def colocated_model(build: Callable[[], Any] = tiny_model) -> Any:
 @pytest.mark.parametrize("kinds", [("image",), ("video",), ("image", "video")], ids=str)
 def test_items_of_batches_on_the_device_are_encoded_without_a_copy(kinds):
     batch, encoder = batch_of(kinds), VisualEncoder(colocated_model())
-    there = VLBatchAdapter().to_device(prepared(batch, encoder.vision))
+    there = on_device(batch_of(kinds, encoder.vision))
     items = np.arange(len(encoder.items(batch)[0]))
     for own in ([items, items], [items[::2], items[1:]], [items[:0], items[-1:]]):
         # Makes tables, in the first call.

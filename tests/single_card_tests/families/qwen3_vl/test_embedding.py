@@ -16,7 +16,7 @@ import pytest
 from paddle.static import InputSpec
 
 from paddle_vl.export import tracing as _tracing  # noqa: F401  Excepts code from conversion.
-from paddle_vl.families.vlm.modeling.device_batch import Patches
+from paddle_vl.families.vlm.modeling.call_arguments import called_batch
 from paddle_vl.families.vlm.modeling.layers import DeepstackLayer
 from paddle_vl.testing import MockedSequenceParallel, forbid_host_reads
 from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, patches, token_rows
@@ -268,11 +268,9 @@ def test_the_guard_against_host_reads_notices_each_kind(read):
 
 def test_decoder_forward_and_backward_read_nothing_on_the_host():
     model = tiny_model()
-    patches = Patches.of(paddle.to_tensor(batch()["pixel_values"]), batch()["image_grid_thw"])
-    args = model.encode_visual(patches)
-    position_ids, _ = model.position_ids(IDS, image_grid_thw=batch()["image_grid_thw"])
-    args |= {"input_ids": paddle.to_tensor(IDS), "position_ids": paddle.to_tensor(position_ids)}
+    own = called_batch(model.config, model.placement.ops, **batch())
+    features = model.encode_visual(own)
     with forbid_host_reads():
-        hidden = model.language_model.run(model.language_model.embedding(args))
+        hidden = model.language_model.run(model.language_model.embedding(own, features))
         model.lm_head(hidden).sum().backward()
     assert model.visual.patch_embed.weight.grad is not None

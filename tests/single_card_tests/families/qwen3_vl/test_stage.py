@@ -18,11 +18,12 @@ import numpy as np
 import paddle
 import pytest
 
+from paddle_vl.batch.positions import mrope_position_ids
+from paddle_vl.batch.schema import VLBatch
 from paddle_vl.batch.visual_index import host_visual_indices
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
 from paddle_vl.families.vlm.inputs.collate import prepared
 from paddle_vl.families.vlm.modeling.model import VLOutput
-from paddle_vl.families.vlm.training.objective import VLBatchAdapter
 from paddle_vl.families.vlm.training.pipeline import (
     VLStage,
     float32_from_rows,
@@ -32,6 +33,7 @@ from paddle_vl.families.vlm.training.pipeline import (
 )
 from paddle_vl.nn.parameter_table import Tie
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
+from paddle_vl.nn.transfer import on_device
 from paddle_vl.testing import record_host_reads
 from paddle_vl.testing.qwen3_vl import EXPERTS, IMAGE, VIDEO, patches, token_rows
 from tests.support.tiny import tiny_config, tiny_model
@@ -39,7 +41,7 @@ from tests.support.tiny import tiny_config, tiny_model
 CUTS = [[3], [1, 2, 3], [1, 3], [2, 3]]
 
 
-def batch_of(grids: list[list[int]]) -> dict:
+def batch_of(grids: list[list[int]]) -> VLBatch:
     """Two samples; the first has the images of the grids, with two or more visual tokens each."""
     tokens = [("image", int(np.prod(grid)) // 4) for grid in grids]
     ids = token_rows([1, *tokens, 2, 3], [4, 5, 6])
@@ -54,6 +56,9 @@ def batch_of(grids: list[list[int]]) -> dict:
         batch |= host_visual_indices(
             ids, image_token_id=IMAGE, video_token_id=VIDEO, num_image_rows=rows
         )
+    ids_of = {"image_token_id": IMAGE, "video_token_id": VIDEO}
+    grid_thw = batch.get("image_grid_thw")
+    batch["position_ids"], _ = mrope_position_ids(ids, batch["attention_mask"], grid_thw, **ids_of)
     batch["num_target_tokens"] = int((batch["labels"][:, 1:] != -100).sum())
     return prepared(batch)
 
@@ -62,7 +67,7 @@ def ranges(ends: list[int]) -> list[range]:
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def loss_through_parts(parts: list[VLStage], batch: dict) -> VLOutput:
+def loss_through_parts(parts: list[VLStage], batch: VLBatch) -> VLOutput:
     rows = None
     for part in parts:
         if rows is not None:
@@ -108,19 +113,11 @@ def test_parts_in_a_row_are_the_whole_model(ends, grids, text):
 
 def test_parts_do_not_read_a_batch_back_from_the_device():
     batch, model = batch_of([[1, 2, 4], [1, 4, 2]]), tiny_model()
-    batch["position_ids"], _ = model.position_ids(
-        batch["input_ids"], batch["attention_mask"], batch["image_grid_thw"]
-    )
     parts = [VLStage(model, layers) for layers in ranges([1, 3])]
     wanted = loss_through_parts(parts, batch).loss_sum.item()
-    on_device = {
-        name: paddle.to_tensor(value)
-        if isinstance(value, np.ndarray) and VLBatchAdapter().is_for_device(name)
-        else value
-        for name, value in batch.items()
-    }
+    there = on_device(batch)
     with record_host_reads() as reads:
-        output = loss_through_parts(parts, on_device)
+        output = loss_through_parts(parts, there)
     assert reads == []
     assert output.loss_sum.item() == wanted
 
@@ -179,8 +176,7 @@ def test_a_part_holds_its_own_parameters_only(tied):
 
 
 def test_a_batch_without_indices_is_refused():
-    batch = batch_of([[1, 2, 4]])
-    del batch["visual_update_indices"]
+    batch = batch_of([[1, 2, 4]]) | {"visual_update_indices": None}
     with pytest.raises(ValueError, match="needs visual_update_indices and .* in a pipeline"):
         VLStage(tiny_model(), range(1, 3)).input_shape(batch)
 
