@@ -81,7 +81,7 @@ class HostBatch(Mapping[str, Any]):
     kinds: ClassVar[dict[str, type["HostBatch"]]] = {}
 
     __eq__ = object.__eq__
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
     def __init_subclass__(cls) -> None:
         HostBatch.kinds[cls.__name__] = cls
@@ -105,7 +105,7 @@ class HostBatch(Mapping[str, Any]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def __or__(self: Own, changes: Mapping[str, Any]) -> Own:
+    def __or__(self: Own, changes: Mapping[Any, Any]) -> Own:
         return replace(self, **changes)
 
     def placed(self: Own, place: Callable[[tuple, np.ndarray], Any], *key: Any) -> Own:

@@ -157,7 +157,7 @@ class Packing(NamedTuple):
 class LoadedBatch(NamedTuple):
     """A collated batch, None if no sample was usable, and the skipped samples by kind of fault."""
 
-    batch: dict[str, Any] | None
+    batch: Any
     skipped: Counter[str]
 
 
@@ -336,7 +336,7 @@ class PrefetchLoader(PrefetchingLoader):
         fraction = num_epochs - full
         return batches + fraction * self._order.batches_in(full) if fraction else batches
 
-    def __next__(self) -> dict[str, Any]:
+    def __next__(self) -> Any:
         """The next batch.
 
         Raises:

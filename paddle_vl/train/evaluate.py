@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, repeat
+from typing import Any
 
 import paddle
 
@@ -100,8 +101,9 @@ def groups(
     idle ones, which count nothing: of `make_idle`, by default the adapter's.
     """
     adapter, model = runner.adapter, runner.model
-    idle: HostBatch | None = None
+    idle: Any = None
     group: list[HostBatch] = []
+    batch: Any
     for batch in chain(batches, repeat(None)):
         is_left = batch is not None
         if not is_left and idle is None:

@@ -84,7 +84,7 @@ class CorpusLoader(PrefetchingLoader):
         """Lanes of a stream of rows with so many rows in a global batch."""
         return PHASES * batch_size * size
 
-    def __next__(self) -> dict[str, Any]:
+    def __next__(self) -> Any:
         """The next batch.
 
         Raises:

@@ -74,9 +74,9 @@ def called_batch(
     found: dict[str, Any] = _grids(batch)
     found |= {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
     if batch.position_ids is None:
-        grids = (found.get(name) for name in GRIDS)
+        images, videos = (found.get(name) for name in GRIDS)
         found["position_ids"], _ = compute_position_ids(
-            config, input_ids, attention_mask, *grids, offsets
+            config, input_ids, attention_mask, images, videos, offsets
         )
     elif batch.position_ids.shape[0] == 4:
         if offsets is None and attention_mask is None:
