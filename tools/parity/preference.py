@@ -176,7 +176,7 @@ def batch_of(
     settings: PreferenceConfig,
     is_packed: bool = False,
     aux: float | None = None,
-) -> PreferenceBatch:
+) -> Any:
     """The case's inputs as the package's own batch, counted for the loss of `runner_of`."""
     tensors, is_paired = case.tensors, "pairs" in case.meta
     rows, labels = tensors["in.input_ids"], case.meta.get("labels", [])
