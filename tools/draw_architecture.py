@@ -12,27 +12,20 @@ compiler it is neither written nor compared.
 import argparse
 import ast
 import contextlib
-import inspect
+import json
 import logging
 import re
 import sys
 import tempfile
-import threading
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
-import numpy as np
-import paddle
-from PIL import Image
-
+from batch_trace import PACKAGE, Trace, TracedLoad
 from paddle_vl.config.load import load_run_config
 from paddle_vl.nn.cpu import compiled
 from paddle_vl.train.build import build_trainer
 from signalled_runs import write_tiny_run
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "paddle_vl"
 PAGE = ROOT / "docs" / "architecture.md"
 # The boxes from top to bottom, and the folders of the package in each.
 BOXES = {
@@ -51,7 +44,6 @@ _SPLIT = "families"
 
 # In every line of the tiny run's data.
 TEXT = "Which colour?"
-_PIECES = (np.ndarray, paddle.Tensor, Image.Image)
 
 
 def box_of(folder: str) -> str:
@@ -147,85 +139,31 @@ def _id(box: str) -> str:
 
 
 def passed_files(run: Path | None = None, text: str = TEXT) -> dict[str, str]:
-    """The files that the batch of the second step of a run passes, in the order in which it reaches
-    them, each with its first function.
+    """The files that the batch of the second step of a run passes, in the order in which batches
+    reach them, each with its first function; see `batch_trace`.
 
-    The run trains in this process, with the loader in it too, and every call of the step until the
-    parameters are updated is traced. A file counts if one of its functions takes a piece of the
-    batch or gets one back from a call: a line of the data file, an image, an array or a tensor.
+    A worker loads the batch, and this process trains: calls of both are traced, here those of the
+    step until the parameters are updated.
 
     Args:
         run: its settings; None for a tiny run of Qwen3-VL.
         text: part of every text of its data.
     """
-    first: dict[str, str] = {}
-    is_updated = False
-
-    def watch(frame: FrameType, event: str, value: Any) -> None:
-        nonlocal is_updated
-        if event not in ("call", "return") or is_updated or _file_of(frame) is None:
-            return
-        is_updated = event == "return" and frame.f_code.co_name == "train_step"
-        if is_updated:
-            return
-        # A return value goes to the caller too.
-        frames = [frame] if event == "call" else [frame, frame.f_back]
-        places = {_file_of(each): each.f_code for each in frames if each is not None}
-        places.pop(None, None)
-        values = [value] if event == "return" else _arguments(frame)
-        if not places.keys() <= first.keys() and _carries(values, text):
-            for each, code in places.items():
-                # co_qualname needs Python 3.11.
-                first.setdefault(str(each), getattr(code, "co_qualname", code.co_name))
-
     with tempfile.TemporaryDirectory() as folder:
-        settings = ["data.num_workers=0", "logging.progress_bar=false"]
+        settings = ["data.num_workers=1", "data.prefetch_batches=1", "logging.progress_bar=false"]
         config = load_run_config(run or write_tiny_run(Path(folder)), settings)
         trainer = build_trainer(config, writes=False)
-        with contextlib.closing(trainer.feed):
+        data, file = trainer.feed._data, Path(folder) / "passed.json"
+        data._load = TracedLoad(data._load, text, file)
+        trace = Trace(text, ends_after="train_step")
+        trace.is_on = False
+        with contextlib.closing(trainer.feed), trace.entered():
             trainer.train_one_step()
-            threading.setprofile(watch)
-            sys.setprofile(watch)
-            try:
-                trainer.train_one_step()
-            finally:
-                sys.setprofile(None)
-                threading.setprofile(None)
-    return first
-
-
-def _carries(values: Any, text: str, depth: int = 6) -> bool:
-    """Whether values, or containers among them, hold a piece of a batch."""
-    for value in values:
-        inner: Any = ()
-        if isinstance(value, _PIECES):
-            return True
-        if isinstance(value, str | bytes):
-            if text in (value if isinstance(value, str) else value.decode(errors="replace")):
-                return True
-        elif isinstance(value, dict):
-            inner = value.values()
-        elif isinstance(value, list | tuple):
-            inner = value[:8]
-        elif hasattr(value, "__dataclass_fields__") and hasattr(value, "__dict__"):
-            inner = vars(value).values()
-        if depth and _carries(inner, text, depth - 1):
-            return True
-    return False
-
-
-def _file_of(frame: FrameType) -> str | None:
-    """The file of a frame's function within the package; None outside of it."""
-    file = Path(frame.f_code.co_filename)
-    return file.relative_to(PACKAGE).as_posix() if file.is_relative_to(PACKAGE) else None
-
-
-def _arguments(frame: FrameType) -> list[Any]:
-    code = frame.f_code
-    count = code.co_argcount + code.co_kwonlyargcount
-    count += bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
-    names = code.co_varnames[:count]
-    return [frame.f_locals[name] for name in names if name != "self" and name in frame.f_locals]
+            trace.is_on = True
+            trainer.train_one_step()
+        found = json.loads(file.read_text(encoding="utf-8")) | trace.first
+        found |= json.loads(file.read_text(encoding="utf-8"))
+    return {name: function for name, (_, function) in found.items()}
 
 
 def path() -> str:

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paddle_vl.batch.rows import IGNORE_INDEX
+from paddle_vl.batch.schema import PATCH_FIELDS
 
 
 def mrope_position_ids(
@@ -206,10 +207,6 @@ def real_lengths(attention_mask_BL: np.ndarray, cu_seqlens: np.ndarray | None = 
 def _shown(offsets: np.ndarray) -> str:
     values = offsets.reshape(-1).tolist()
     return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:8]))}, ...]"
-
-
-# Fields of a batch with the arrays of `PatchRows`.
-PATCH_FIELDS = ("patch_coordinates", "patch_tap_rows", "patch_tap_weights")
 
 
 def target_rows(targets_T: np.ndarray) -> np.ndarray:

@@ -1,31 +1,33 @@
-"""Fields of a batch: axes, dtype, producer and consumer.
+"""Batches: fields, axes, dtype, producer and consumer.
 
-A batch is a mapping, since it crosses worker processes and a model takes HF's keyword names
-(`model(**batch)`). A family describes its own batches with a `TypedDict` whose fields are
-`Annotated[Array, Axes(...)]`; those of pi07 are in `paddle_vl.families.policy.model_inputs`.
+A loader's worker makes a `HostBatch`, complete and in NumPy; nothing about a batch is decided after
+it but what depends on the rank (its slice of the rows) and on other ranks (a dummy image). The same
+object with tensors in place of arrays, made by `HostBatch.placed`, is a device batch. A family
+describes its own as a subclass, whose fields are `Annotated[Array, Axes(...)]`: `VLBatch` here,
+those of pi07 in `paddle_vl.families.policy.model_inputs`.
 
 Axes, package-wide: B batch, L padded length, T token rows (batch folded in), P patches, I media
 items, R real token rows, N token rows with a target, S segments; a number is an axis of that size.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple, TypedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
+
+import numpy as np
 
 # A NumPy array from a loader worker; a Paddle tensor once on the device.
 Array = Any
 # A batch of any family.
 Batch = Mapping[str, Any]
+Own = TypeVar("Own", bound="HostBatch")
 # Of images and of videos: patches, and patches in time, height and width of each item.
 PIXELS = ("pixel_values", "pixel_values_videos")
 GRIDS = ("image_grid_thw", "video_grid_thw")
-# Fields that a loader of a mix of sources adds: tokens, and documents that begin, of each source;
-# int64, one number per source. They stay on the host and are taken out before the model.
-SOURCE_COUNTS = ("source_tokens", "source_documents")
-# Likewise of a batch with `label_sources`: target tokens of each source.
-SOURCE_TARGETS = "source_targets"
-# Of a slice of a batch (context parallelism): fields of the whole batch that its counts are taken
-# from, which stay on the host and are taken out before the model.
-WHOLE_ROWS = "whole_rows"
+PATCH_FIELDS = ("patch_coordinates", "patch_tap_rows", "patch_tap_weights")
+# Fields of the vision tower's input, without the grids.
+OF_PATCHES = (*PIXELS, "own_patches", *PATCH_FIELDS)
 # Other data lanes' batches in a batch of this rank, in the order of the lanes, under the colocated
 # schedule.
 OTHER_LANES = "other_lanes"
@@ -38,81 +40,173 @@ class Axes(NamedTuple):
     dtype: str
 
 
-class TextFields(TypedDict):
-    """Fields that every batch of a vision-language model has."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class HostBatch(Mapping[str, Any]):
+    """A micro-batch of one family, and its counts.
 
-    # For the embedding; visual rows have placeholder ids.
-    input_ids: Annotated[Array, Axes("B L", "int64")]
-    # 1 at real tokens. For attention over left-padded rows, the load-balancing loss and counts.
-    attention_mask: Annotated[Array, Axes("B L", "int64")]
-    # Not shifted, -100 ignored. For the loss.
-    labels: Annotated[Array, Axes("B L", "int64")]
-    # Temporal, vertical and horizontal position. For rotary embedding.
-    position_ids: Annotated[Array, Axes("3 B L", "int64")]
-    # Labels that are not -100. The loss's divisor; read on the host.
-    num_target_tokens: int
-    # Whether a real token follows padding. Chooses the attention mask; read on the host.
-    has_left_padding: bool
+    As a mapping it has what its model computes with: the fields of the subclass that are not None.
+    The attributes here are for the trainer, and stay on the host. `batch | {name: value}` is the
+    batch with other fields, None for none.
 
-
-class VLBatch(TextFields, total=False):
-    """A batch of a vision-language model; visual fields only where a sample has images or videos.
-
-    All fields come from a collator in a loader worker (`VLCollator`, `PackedCollator`).
+    Attributes:
+        counts: what it adds to the divisor of each loss term.
+        optional_branches: whether it needs each optional branch of the model.
+        num_samples: of the loss; a pair of answers is one.
+        num_tokens: tokens without padding; 0 where throughput is not measured in tokens.
+        num_packed_places: token capacity of packed rows, padding included; 0 without packing.
+        lengths: tokens of each sample without padding; empty where tokens are not counted.
+        source_tokens, source_documents: tokens, and documents that begin, of each source of a mix;
+            empty without one.
+        source_targets: target tokens of each source, where the loss of each is reported.
+        expert_rows: that experts on other ranks are to have room for, see
+            `paddle_vl.nn.experts.ExpertCapacity`; None for exact sizes.
+        flops: operations of forward and backward; 0 where they are not counted.
+        on_host: fields whose arrays are not copied to the device.
     """
 
+    counts: tuple[int, ...] = ()
+    optional_branches: tuple[bool, ...] = ()
+    num_samples: int = 0
+    num_tokens: int = 0
+    num_packed_places: int = 0
+    lengths: tuple[int, ...] = ()
+    source_tokens: tuple[int, ...] = ()
+    source_documents: tuple[int, ...] = ()
+    source_targets: tuple[int, ...] = ()
+    expert_rows: int | None = None
+    flops: int = 0
+    on_host: tuple[str, ...] = ()
+
+    # Subclasses by name, for ranks that share a batch.
+    kinds: ClassVar[dict[str, type["HostBatch"]]] = {}
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def __init_subclass__(cls) -> None:
+        HostBatch.kinds[cls.__name__] = cls
+
+    @classmethod
+    @cache
+    def names(cls) -> tuple[str, ...]:
+        """Of the fields that a model computes with."""
+        of_trainer = {each.name for each in fields(HostBatch)}
+        return tuple(each.name for each in fields(cls) if each.name not in of_trainer)
+
+    def __getitem__(self, name: str) -> Any:
+        value = getattr(self, name) if name in self.names() else None
+        if value is None:
+            raise KeyError(name)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self.names() if getattr(self, name) is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __or__(self: Own, changes: Mapping[Any, Any]) -> Own:
+        return replace(self, **changes)
+
+    def placed(self: Own, place: Callable[[tuple, np.ndarray], Any], *key: Any) -> Own:
+        """The batch with what `place` makes of the name and the array, of each that is copied to
+        the device, also in lists and in batches within it."""
+
+        def made(name: tuple, value: Any) -> Any:
+            if isinstance(value, list):
+                return [made((*name, i), entry) for i, entry in enumerate(value)]
+            if isinstance(value, HostBatch):
+                return value.placed(place, *name)
+            return place(name, value) if isinstance(value, np.ndarray) else value
+
+        copied = {name: made((*key, name), self[name]) for name in self if name not in self.on_host}
+        return replace(self, **copied)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class VLBatch(HostBatch):
+    """A batch of a vision-language model, or HF's arguments of a model as one; visual fields only
+    where a sample has images or videos.
+
+    All fields come from a collator and `families.vlm.inputs.collate.prepared`, in a loader's
+    worker, where nothing else is said.
+    """
+
+    # For the embedding; visual rows have placeholder ids.
+    input_ids: Annotated[Array, Axes("B L", "int64")] = None
+    # 1 at real tokens. For attention over left-padded rows, the load-balancing loss and counts.
+    attention_mask: Annotated[Array, Axes("B L", "int64")] = None
+    # Temporal, vertical and horizontal position. For rotary embedding.
+    position_ids: Annotated[Array, Axes("3 B L", "int64")] = None
+    # Labels that are not -100. The loss's divisor.
+    num_target_tokens: int | None = None
+    # Whether a real token follows padding. Chooses the attention mask.
+    has_left_padding: bool | None = None
     # Patches of all images, of all videos. For the vision tower.
-    pixel_values: Annotated[Array, Axes("P patch_dim", "float32")]
-    pixel_values_videos: Annotated[Array, Axes("P patch_dim", "float32")]
+    pixel_values: Annotated[Array, Axes("P patch_dim", "float32")] = None
+    pixel_values_videos: Annotated[Array, Axes("P patch_dim", "float32")] = None
     # In place of both, where ranks encode different items: the patches of this rank's, images
     # first. For the vision tower; from `paddle_vl.families.vlm.training.own_pixels`.
-    own_patches: Annotated[Array, Axes("P patch_dim", "float32")]
+    own_patches: Annotated[Array, Axes("P patch_dim", "float32")] = None
     # Patches in time, height and width of each item. For the vision tower; read on the host.
-    image_grid_thw: Annotated[Array, Axes("I 3", "int64")]
-    video_grid_thw: Annotated[Array, Axes("I 3", "int64")]
+    image_grid_thw: Annotated[Array, Axes("I 3", "int64")] = None
+    video_grid_thw: Annotated[Array, Axes("I 3", "int64")] = None
     # Places of these patches, images first: see `paddle_vl.batch.positions.PatchRows`. For the
     # vision tower; from `families.vlm.inputs.collate`, or with `own_patches`.
-    patch_coordinates: Annotated[Array, Axes("P 2", "int64")]
-    patch_tap_rows: Annotated[Array, Axes("P 4", "int64")]
-    patch_tap_weights: Annotated[Array, Axes("P 4", "float32")]
+    patch_coordinates: Annotated[Array, Axes("P 2", "int64")] = None
+    patch_tap_rows: Annotated[Array, Axes("P 4", "int64")] = None
+    patch_tap_weights: Annotated[Array, Axes("P 4", "float32")] = None
     # Visual rows of this rank: see `paddle_vl.batch.visual_index`. For embedding and deepstack.
-    visual_update_indices: Annotated[Array, Axes("M", "int64")]
-    visual_gather_indices: Annotated[Array, Axes("M", "int64")]
-    visual_source_indices: Annotated[Array, Axes("M", "int64")]
+    visual_update_indices: Annotated[Array, Axes("M", "int64")] = None
+    visual_gather_indices: Annotated[Array, Axes("M", "int64")] = None
+    visual_source_indices: Annotated[Array, Axes("M", "int64")] = None
     # Offsets of packed samples, see `paddle_vl.batch.positions`. For attention; read on the host.
-    cu_seqlens: Annotated[Array, Axes("S", "int32")]
-    # Where the sample of each token ends. For attention on a GPU; from `prepared`.
-    packed_key_ends: Annotated[Array, Axes("B L", "int32")]
+    cu_seqlens: Annotated[Array, Axes("S", "int32")] = None
+    # Where the sample of each token ends. For attention on a GPU.
+    packed_key_ends: Annotated[Array, Axes("B L", "int32")] = None
     # Of a slice of the token rows under context parallelism, whose batch is one row: of each key of
     # all slices the places in this one after the last and of the first row that see it. For
     # attention; from `vlm.training.objective`. Where a rank attends with all rows, of
     # each the same in the batch, and `RowSlice.orders`. And where ranks get only the visual rows
     # of their tokens, the numbers of these for each rank, images first; for the vision tower.
-    slice_key_rows: Annotated[Array, Axes("1 1 T 2", "int32")]
-    slice_orders: Annotated[Array, Axes("2 T", "int64")]
-    visual_rows_of_ranks: list[Array]
-    # Factors of the labels' cross entropies, where sources have a loss_weight. For the loss.
-    loss_weights: Annotated[Array, Axes("B L", "float32")]
-    # Numbers of the sources that labels are from, of a training mix, and how many sources it has.
-    # For the loss of each source.
-    label_sources: Annotated[Array, Axes("B L", "int32")]
-    num_sources: int
+    slice_key_rows: Annotated[Array, Axes("1 1 T 2", "int32")] = None
+    slice_orders: Annotated[Array, Axes("2 T", "int64")] = None
+    visual_rows_of_ranks: list[Array] | None = None
     # Token rows that are not padding, of models with experts; where a rank routes its own only,
     # these, from its first row. And the number of all in the batch. For the experts.
-    real_row_indices: Annotated[Array, Axes("R", "int64")]
-    num_real_rows: int
+    real_row_indices: Annotated[Array, Axes("R", "int64")] = None
+    num_real_rows: int | None = None
     # Room between the ranks that share experts, a `paddle_vl.nn.experts.ExpertCapacity`; none for
     # exact sizes. From `train_step`.
-    expert_capacity: Any
+    expert_capacity: Any = None
     # Token rows that predict a label, and these labels; of a batch without any, row 0 and -100. The
-    # loss then needs no logits of other rows. From `prepared`, in place of labels, and of their
-    # factors and sources.
-    target_rows: Annotated[Array, Axes("2 N", "int64")]
-    target_weights: Annotated[Array, Axes("N", "float32")]
-    target_sources: Annotated[Array, Axes("N", "int64")]
-    # Visual rows that no token takes. From `VLBatchAdapter.synchronized`; read on the host.
-    num_unused_visual_rows: int
-    # Visual tokens beyond one for each visual row, where samples share images. Read on the host.
-    num_reused_visual_rows: int
+    # loss then needs no logits of other rows. And factors of their cross entropies, and the numbers
+    # of the sources that they are from, of a training mix with so many sources.
+    target_rows: Annotated[Array, Axes("2 N", "int64")] = None
+    target_weights: Annotated[Array, Axes("N", "float32")] = None
+    target_sources: Annotated[Array, Axes("N", "int64")] = None
+    num_sources: int = 0
+    # Visual rows that no token takes. From `VLBatchAdapter.synchronized`.
+    num_unused_visual_rows: int = 0
+    # Visual tokens beyond one for each visual row, where samples share images.
+    num_reused_visual_rows: int = 0
     # Whether the model gives the log-probabilities of `target_rows` in place of a loss.
-    returns_log_probs: bool
+    returns_log_probs: bool = False
+    # Or the most likely tokens behind them, to answer; then with the numbers of the prompts that
+    # are the first rows, and with caches of their keys. From `answering.questions`.
+    returns_choices: bool = False
+    numbers: list[int] | None = None
+    caches: list[Any] | None = None
+    # Of a call with HF's arguments alone: labels with -100 ignored, not shifted, and factors of
+    # their cross entropies, for a loss beside the logits of all rows, or of so many last columns;
+    # and whether to compute the load-balancing loss.
+    labels: Annotated[Array, Axes("B L", "int64")] = None
+    loss_weights: Annotated[Array, Axes("B L", "float32")] = None
+    logits_to_keep: int = 0
+    output_router_logits: bool | None = None
+    # Under the colocated schedule: data-parallel ranks with images or videos in this micro-batch,
+    # and the tower's rows by section number.
+    num_ranks_with_visual: int | None = None
+    visual_sections: Any = None
+    other_lanes: list[Any] | None = None
+    on_host: tuple[str, ...] = (*GRIDS, "cu_seqlens", "visual_rows_of_ranks", OTHER_LANES)

@@ -1,8 +1,8 @@
 """Indices of visual token rows, and of the visual embedding that each of them receives.
 
 Computed once per step; the embedding merge and every deepstack level use them. The same code runs
-on NumPy arrays (collator) and Paddle tensors (`GPTEmbedding`); only the 1-D `nonzero`, whose API
-differs, is an argument.
+on NumPy arrays (collator) and Paddle tensors (`embedding_inputs`); only the 1-D `nonzero`, whose
+API differs, is an argument.
 
 Shapes: B batch, L padded length, T = B * L token rows, M visual embeddings of the batch, M_local
 those of this rank's shard of the token rows.
@@ -29,7 +29,7 @@ are on the device, so a step checks them only in the checked mode:
         model(**batch)  # reads the device for each check
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -37,6 +37,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from paddle_vl.batch.rows import WHOLE_BATCH, Array, RowPart, is_known
+from paddle_vl.batch.schema import GRIDS, HostBatch, Own, VLBatch
 
 Layout = Literal["token_rows", "sequence_first", "batch_slices"]
 
@@ -279,11 +280,9 @@ def host_visual_indices(
     return {name: array for name, array in arrays.items() if array is not None}
 
 
-def own_indices(
-    batch: Mapping[str, Any], part: RowPart, expert_part: RowPart = WHOLE_BATCH
-) -> dict[str, Any]:
-    """The batch of a collator, whose indices are of all token rows, with those of a shard; so are
-    those of a batch within it.
+def own_indices(batch: Own, part: RowPart, expert_part: RowPart = WHOLE_BATCH) -> Own:
+    """A batch whose indices are of all token rows, with those of a shard; so are those of a batch
+    within it.
 
     Args:
         part: token rows of this rank, for the visual indices.
@@ -303,6 +302,151 @@ def own_indices(
         rows = expert_part.of_numbers(batch["real_row_indices"], batch["input_ids"].size)
         found["real_row_indices"] = rows
     for name, value in batch.items():
-        if isinstance(value, dict) and "visual_update_indices" in value:
+        if isinstance(value, HostBatch):
             found[name] = own_indices(value, part, expert_part)
-    return {**batch, **found}
+    return batch | found
+
+
+def check_indices(batch: VLBatch, num_rows: int, token_ids: tuple[int, int], part: RowPart) -> None:
+    """Check that the indices of a batch are of so many visual embeddings.
+
+    Raises:
+        ValueError: see `check_given` and, where values may be read, `check_placeholders`.
+    """
+    given = VisualIndices(*(getattr(batch, f"visual_{n}_indices") for n in VisualIndices._fields))
+    num_unused = batch.num_unused_visual_rows - batch.num_reused_visual_rows
+    if batch.slice_key_rows is not None:
+        check_given(given, num_rows, None, False, part)
+        return
+    has_both = all(name in batch for name in GRIDS)
+    check_given(given, num_rows, num_unused, has_both, part)
+    if has_values(batch.input_ids):
+        kinds = zip(("image", "video"), token_ids, strict=True)
+        is_kind_BL = {kind: batch.input_ids == token_id for kind, token_id in kinds}
+        check_placeholders(is_kind_BL, None, given, {"visual": num_rows}, num_unused, part)
+
+
+def check_given(
+    given: VisualIndices, total: int, num_unused: int | None, has_both: bool, part: RowPart
+) -> None:
+    """Check by shapes and dtypes that indices are of so many visual embeddings.
+
+    Args:
+        num_unused: embeddings that they leave out; None for any number.
+        has_both: whether the embeddings are of images and of videos.
+
+    Raises:
+        ValueError: they are not, or one of them is missing.
+    """
+    for name in VisualIndices._fields if has_both else ("update", "gather"):
+        if getattr(given, name) is None:
+            raise ValueError(
+                f"the batch has visual indices without visual_{name}_indices: add them (the "
+                "collator does), or leave all indices out to have them computed"
+            )
+    num_taken = total - num_unused if is_known(total) and num_unused is not None else -1
+    num_update: Any = given.update.shape[0] if len(given.update.shape) == 1 else "M"
+    if is_known(num_taken) and is_known(num_update) and num_update > num_taken:
+        raise ValueError(
+            f"visual_update_indices has {num_update} token rows but the batch has {num_taken} "
+            "visual embeddings: the indices belong to another batch"
+        )
+    remedy = "take all indices from one call of host_visual_indices, of this batch"
+    wanted = {"update": num_taken if part.size == 1 else "M", "gather": num_update}
+    for name, number in (wanted | {"source": num_taken}).items():
+        check_array(f"visual_{name}_indices", getattr(given, name), [[number]], "int64", remedy)
+
+
+def check_placeholders(
+    is_kind_BL: Mapping[str, Array],
+    mask_BL: Array | None,
+    indices: VisualIndices | None,
+    num_rows: Mapping[str, int],
+    num_unused: int,
+    part: RowPart,
+) -> None:
+    """Check that placeholders, mask, indices and embeddings are of one batch; reads tensors.
+
+    Args:
+        is_kind_BL: placeholders of images and of videos; none without ids.
+        num_rows: embeddings by kind, `image` and `video`; by another name those of both kinds.
+
+    Raises:
+        ValueError: two of them contradict each other.
+    """
+    kinds = {kind: np.asarray(is_BL) for kind, is_BL in is_kind_BL.items()}
+    visual_BL: Any = None if mask_BL is None else np.asarray(mask_BL)
+    if kinds:
+        if not num_unused and num_rows.keys() <= kinds.keys():
+            counts = [(int(kinds[kind].sum()), num_rows.get(kind, 0)) for kind in kinds]
+            check_visual_counts(*counts[0], *counts[1])
+        placeholders_BL = kinds["image"] | kinds["video"]
+        visual_BL = placeholders_BL if visual_BL is None else visual_BL
+        if len(wrong := np.argwhere(visual_BL != placeholders_BL)):
+            raise ValueError(
+                f"visual_pos_masks differs from the placeholders of input_ids at {len(wrong)} "
+                f"tokens, the first is token {wrong[0][1]} of sample {wrong[0][0]}: pass the mask "
+                "of this batch, or none"
+            )
+    num_tokens, num_taken = int(np.sum(visual_BL)), sum(num_rows.values()) - num_unused
+    if num_tokens != num_taken:
+        raise ValueError(
+            f"{num_tokens} visual tokens but {num_taken} visual embeddings: every visual token "
+            "takes exactly one; check that mask and embeddings are of one batch"
+        )
+    has_order = indices is not None and indices.source is not None
+    # Samples that share an image have indices of their own, see `num_reused_visual_rows`.
+    if indices is None or (has_order and not kinds) or num_unused < 0:
+        return
+    masks_BL = (kinds["image"], kinds["video"]) if has_order else (visual_BL, None)
+    wanted = compute_visual_indices(*masks_BL, nonzero=np.flatnonzero, part=part)
+    for name, found, expected in zip(VisualIndices._fields, indices, wanted, strict=True):
+        if expected is not None and not np.array_equal(np.asarray(found), expected):
+            raise ValueError(
+                f"visual_{name}_indices are not those of this batch's visual tokens: pass what "
+                "host_visual_indices makes of its input_ids for this rank, or none"
+            )
+
+
+def check_level(x_TD: Array, level_MD: Array, update_M: Array) -> None:
+    """Check by shapes and dtypes that a deepstack level fits the hidden states and its places.
+
+    Raises:
+        ValueError: they do not fit each other.
+    """
+    remedy = "take levels and visual_update_indices from one call of GPTEmbedding"
+    check_array("visual_update_indices", update_M, [["M"]], "int64", remedy)
+    check_array("a layer's input", x_TD, [["T", "D"]], "float", "pass token rows")
+    wanted = [update_M.shape[0], x_TD.shape[1]]
+    check_array("a deepstack level", level_MD, [wanted], _name_of(x_TD.dtype), remedy)
+
+
+def check_array(
+    name: str, array: Array | None, shapes: Sequence[Sequence[Any]], dtype: str, remedy: str
+) -> None:
+    """Raise a ValueError for an array of none of these shapes or of another dtype.
+
+    Args:
+        shapes: a size that is unknown, such as a letter or one of a traced program, fits any.
+        dtype: its name, or `float` or `int` for all such ones.
+    """
+    if array is None:
+        return
+    found = _name_of(array.dtype)
+    fits = found == dtype or (dtype in ("float", "int") and dtype in found)
+    if not fits or not any(_fits(array.shape, shape) for shape in shapes):
+        wanted = " or ".join(f"[{', '.join(map(str, shape))}]" for shape in shapes)
+        raise ValueError(
+            f"{name} is {found} of shape {list(array.shape)}: it must be {dtype} of shape "
+            f"{wanted}; {remedy}"
+        )
+
+
+def _name_of(dtype: Any) -> str:
+    return str(dtype).removeprefix("paddle.")
+
+
+def _fits(shape: Sequence[Any], wanted: Sequence[Any]) -> bool:
+    pairs = zip(shape, wanted, strict=False)
+    known = [(one, other) for one, other in pairs if is_known(one) and is_known(other)]
+    return len(shape) == len(wanted) and all(one == other for one, other in known)

@@ -20,6 +20,8 @@ from typing import IO, Any
 
 import numpy as np
 
+from paddle_vl.batch.schema import HostBatch
+
 # Arrays in the memory begin at multiples of so many bytes.
 _ALIGNMENT = 64
 # Interval between calls of `while_waiting`.
@@ -65,7 +67,7 @@ class LaneShare:
 
         Args:
             name: of the batch.
-            make: returns JSON values, dicts with any keys among them, tuples and arrays.
+            make: returns JSON values, dicts with any keys among them, tuples, arrays and batches.
             while_waiting: called repeatedly while the reader is at it. An exception from it ends
                 the wait.
             errors: by name, those that all ranks raise with the same arguments; the others raise a
@@ -149,6 +151,12 @@ def _plain(value: Any, arrays: list[np.ndarray]) -> Any:
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, HostBatch):
+        return {
+            type(value).__name__: [
+                [name, _plain(part, arrays)] for name, part in vars(value).items()
+            ]
+        }
     if isinstance(value, dict):
         return {"dict": [[_plain(part, arrays) for part in entry] for entry in value.items()]}
     if isinstance(value, list | tuple):
@@ -169,6 +177,8 @@ def _restored(plain: Any, pages: mmap.mmap, places: Sequence[int]) -> Any:
     if not isinstance(plain, dict):
         return plain
     ((kind, found),) = plain.items()
+    if kind in HostBatch.kinds:
+        return HostBatch.kinds[kind](**{n: _restored(part, pages, places) for n, part in found})
     if kind == "dict":
         return dict([_restored(part, pages, places) for part in entry] for entry in found)
     if kind in ("list", "tuple"):

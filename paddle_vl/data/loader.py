@@ -329,7 +329,7 @@ class PrefetchLoader(PrefetchingLoader):
         fraction = num_epochs - full
         return batches + fraction * self._order.batches_in(full) if fraction else batches
 
-    def __next__(self) -> dict[str, Any]:
+    def __next__(self) -> Any:
         """The next batch.
 
         Raises:

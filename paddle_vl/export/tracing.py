@@ -13,7 +13,7 @@ from paddle import Tensor
 from paddle.jit.dy2static.program_translator import FunctionCache, convert_to_static
 
 from paddle_vl.batch import rows, visual_index
-from paddle_vl.families.vlm.modeling import embedding_inputs
+from paddle_vl.families.vlm.modeling.embedding_inputs import visual_inputs
 from paddle_vl.nn.attention import RotaryTables, apply_rotary
 from paddle_vl.nn.dispatch import Operation, operation, use_kernels
 from paddle_vl.nn.operations import layer_norm, swiglu
@@ -21,11 +21,12 @@ from paddle_vl.nn.transfer import HostTable
 
 _kernels: Mapping[Operation, Callable[..., Any]] = {}
 
-# They choose by themselves; a converted function would have copies of its module's variables.
-for _chooses in (Operation, HostTable, operation):
+# They choose by themselves; a converted function would have copies of its module's variables. And
+# conditions about shapes, not about values.
+for _chooses in (Operation, HostTable, operation, visual_inputs):
     paddle.jit.not_to_static(_chooses)
-# Their conditions are about shapes, not about values.
-paddle.jit.ignore_module([rows, visual_index, embedding_inputs])
+# Likewise about shapes.
+paddle.jit.ignore_module([rows, visual_index])
 
 
 @contextmanager

@@ -11,15 +11,15 @@ from typing import Any, Generic, TypeVar
 
 from paddle import Tensor
 
-from paddle_vl.batch.schema import Batch
+from paddle_vl.batch.schema import HostBatch
 
-BatchT = TypeVar("BatchT", bound=Batch)
+BatchT = TypeVar("BatchT", bound=HostBatch)
 
 
 class Loss(ABC):
     """The loss of a model family: weighted terms, each a sum divided by a count over a whole step.
 
-    The micro-batches of all ranks count as one batch. `BatchAdapter.counts` gives what a batch adds
+    The micro-batches of all ranks count as one batch. `HostBatch.counts` is what a batch adds
     to the divisors.
 
     Attributes:
@@ -76,49 +76,17 @@ def weighted_loss(terms: Sequence[float], loss: Loss) -> float:
 
 
 class BatchAdapter(ABC, Generic[BatchT]):
-    """Counts of a batch for the trainer, and its way into the model.
+    """What ranks agree on about a batch, and its way into the model.
 
     If one rank's batch needs an optional branch of the model (vision tower, an optional part of the
     prompt), other ranks may have to run it too, because its layers are collective:
-    `optional_branches` tells what a batch needs; `synchronized` makes the batch to run once the
-    needs of all ranks are known.
+    `HostBatch.optional_branches` tells what a batch needs; `synchronized` makes the batch to run
+    once the needs of all ranks are known.
     """
-
-    @abstractmethod
-    def counts(self, batch: BatchT) -> list[int]:
-        """What a batch adds to the divisor of each loss term."""
-
-    @abstractmethod
-    def num_samples(self, batch: BatchT) -> int: ...
 
     @abstractmethod
     def idle_batch(self, model: Any) -> BatchT:
         """A batch that adds 0 to every count, for a rank that has no batch left."""
-
-    def num_tokens(self, batch: BatchT) -> int:
-        """Tokens without padding; 0 where throughput is not measured in tokens."""
-        return 0
-
-    def num_packed_places(self, batch: BatchT) -> int:
-        """Token capacity of packed rows, padding included; 0 without packing."""
-        return 0
-
-    def lengths(self, batch: BatchT) -> list[int]:
-        """Tokens of each sample without padding; empty where tokens are not counted."""
-        return []
-
-    def expert_capacity(self, batch: BatchT) -> int | None:
-        """Rows that experts on other ranks are to have room for, see
-        `paddle_vl.nn.experts.ExpertCapacity`; None for exact sizes."""
-        return None
-
-    def optional_branches(self, batch: BatchT) -> list[bool]:
-        """Whether the batch needs each optional branch of the model."""
-        return []
-
-    def is_for_device(self, name: str) -> bool:
-        """Whether a field is copied to the device; others stay on the host."""
-        return True
 
     def synchronized(self, batch: BatchT, needed: Sequence[int], model: Any) -> BatchT:
         """The batch as this rank runs it.
@@ -127,10 +95,6 @@ class BatchAdapter(ABC, Generic[BatchT]):
             needed: for each optional branch the number of data-parallel ranks whose batch needs it.
         """
         return batch
-
-    @abstractmethod
-    def to_device(self, batch: BatchT) -> BatchT:
-        """The batch with tensors in place of the arrays that the model computes with."""
 
     @abstractmethod
     def forward(self, model: Any, batch: BatchT) -> Any:

@@ -13,6 +13,8 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
+from paddle_vl.batch.schema import Own
+
 
 class PinnedCopies:
     """Copies arrays to a GPU through pinned memory, on the compute stream: the host does not wait.
@@ -42,6 +44,11 @@ def device_tensor(array: Any) -> Any:
     if not isinstance(array, np.ndarray):
         return array
     return _pinned_copy(array) if _copies_to_gpu() else paddle.to_tensor(array)
+
+
+def on_device(batch: Own) -> Own:
+    """A batch with its arrays as tensors on the device; what are tensors there stays."""
+    return batch.placed(lambda _, array: device_tensor(array))
 
 
 def _copies_to_gpu() -> bool:

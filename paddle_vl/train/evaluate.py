@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, repeat
+from typing import Any
 
 import paddle
 
-from paddle_vl.batch.schema import Batch
+from paddle_vl.batch.schema import HostBatch
 from paddle_vl.families.base import MeanLosses, Measure
 from paddle_vl.nn.objective import Loss, weighted_loss
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
@@ -14,7 +15,7 @@ from paddle_vl.train.step import Runner
 
 def mean_losses(
     runner: Runner,
-    batches: Iterable[Batch],
+    batches: Iterable[HostBatch],
     ranks: SingleRank = ONE_RANK,
     received: Callable[[], int | None] = lambda: None,
     measure: Measure | None = None,
@@ -31,7 +32,7 @@ def mean_losses(
     Raises:
         ValueError: the count of a loss term is 0.
     """
-    loss, adapter, model = runner.loss, runner.adapter, runner.model
+    loss, model = runner.loss, runner.model
     sums, counts = paddle.zeros([len(loss.terms)], "float64"), [0] * len(loss.terms)
     was_training = model.training
     model.eval()
@@ -45,7 +46,7 @@ def mean_losses(
             for batch in group:
                 if measure is not None:
                     measure.add(batch)
-                counts = [a + b for a, b in zip(counts, adapter.counts(batch), strict=True)]
+                counts = [a + b for a, b in zip(counts, batch.counts, strict=True)]
     finally:
         if was_training:
             model.train()
@@ -87,12 +88,12 @@ def combined(by_source: Mapping[str, MeanLosses], loss: Loss) -> MeanLosses:
 
 
 def groups(
-    batches: Iterable[Batch],
+    batches: Iterable[HostBatch],
     runner: Runner,
     ranks: SingleRank,
     received: Callable[[], int | None],
-    make_idle: Callable[[], Batch] | None = None,
-) -> Iterator[list[Batch] | None]:
+    make_idle: Callable[[], HostBatch] | None = None,
+) -> Iterator[list[HostBatch] | None]:
     """Groups of as many batches as the runner takes; None if any rank received a stop signal.
 
     There are equally many batches on all ranks, each with the same optional branches, as layers may
@@ -100,13 +101,15 @@ def groups(
     idle ones, which count nothing: of `make_idle`, by default the adapter's.
     """
     adapter, model = runner.adapter, runner.model
-    idle, group = None, []
+    idle: Any = None
+    group: list[HostBatch] = []
+    batch: Any
     for batch in chain(batches, repeat(None)):
         is_left = batch is not None
         if not is_left and idle is None:
             idle = adapter.idle_batch(model) if make_idle is None else make_idle()
         own = batch if is_left else idle
-        counts = [is_left, *map(int, adapter.optional_branches(own))]
+        counts = [is_left, *map(int, own.optional_branches)]
         (num_left, *needed), signal = ranks.agree(counts, received())
         if signal is not None:
             yield None

@@ -12,7 +12,7 @@ from copy import copy
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from paddle_vl.batch.schema import OTHER_LANES, Batch
+from paddle_vl.batch.schema import OTHER_LANES, HostBatch
 from paddle_vl.data.lane_share import LaneShare, local_socket, machine
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.base import RankInfo
@@ -24,7 +24,7 @@ def lane_loaders(
     make: Callable[[RankInfo], Mapping[str, PrefetchLoader]],
     ranks: SingleRank,
     topology: Topology,
-    idle: Callable[[], Batch] | None = None,
+    idle: Callable[[], HostBatch] | None = None,
 ) -> dict[str, Any]:
     """The loaders of this rank's data lane, or of all lanes that its encoder lane serves, by name;
     each lane is read at most once per machine. Called by all ranks.
@@ -101,7 +101,7 @@ class LanesLoader:
         self,
         own: PrefetchLoader,
         others: list[PrefetchLoader],
-        idle: Callable[[], Batch] | None,
+        idle: Callable[[], HostBatch] | None,
     ):
         self.own, self.loaders, self.idle = own, [own, *others], idle
         self._iterators: list[Iterator[Any]] = list(map(iter, self.loaders))
@@ -110,8 +110,8 @@ class LanesLoader:
         self._iterators = list(map(iter, self.loaders))
         return self
 
-    def __next__(self) -> Batch:
-        batches = [next(each, None) for each in self._iterators]
+    def __next__(self) -> Any:
+        batches: list[Any] = [next(each, None) for each in self._iterators]
         if all(batch is None for batch in batches):
             # Loaders begin a new epoch after their end.
             raise StopIteration
@@ -123,8 +123,7 @@ class LanesLoader:
         if own is None:
             assert self.idle is not None, "training data has no end"
             own = self.idle()
-        batch: Any = {**own, OTHER_LANES: [other or {} for other in others]}
-        return batch
+        return own | {OTHER_LANES: [other or {} for other in others]}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.own, name)

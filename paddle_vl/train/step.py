@@ -20,11 +20,11 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
-from paddle_vl.batch.schema import SOURCE_COUNTS, SOURCE_TARGETS, Batch
+from paddle_vl.batch.schema import Batch, HostBatch
 from paddle_vl.nn.experts import ExpertCapacity
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.objective import BatchAdapter, Loss
-from paddle_vl.nn.transfer import host_table
+from paddle_vl.nn.transfer import host_table, on_device
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.phases import Phase, phase
@@ -34,59 +34,6 @@ logger = logging.getLogger(__name__)
 _NUM_REST = 3
 # In place of a norm: the step is to be repeated with exact sizes.
 _OVERFLOW = -1.0
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """A batch and its counts, taken on the host before arrays go to the device.
-
-    Attributes:
-        batch: arrays, or tensors on the device.
-        counts: what it adds to the divisor of each loss term.
-        optional_branches: whether it needs each optional branch of the model.
-        num_samples, num_tokens, num_packed_places, lengths: see
-            `paddle_vl.nn.objective.BatchAdapter`.
-        expert_capacity: see `BatchAdapter`, too.
-        flops: operations of its forward and backward pass; 0 where they are not counted.
-        source_tokens, source_documents: tokens, and documents that begin, of each source of a mix;
-            empty without one.
-        source_targets: target tokens of each source of a batch with `label_sources`; else empty.
-    """
-
-    batch: Batch
-    counts: tuple[int, ...]
-    optional_branches: tuple[bool, ...]
-    num_samples: int
-    num_tokens: int
-    num_packed_places: int
-    lengths: tuple[int, ...] = ()
-    flops: int = 0
-    source_tokens: tuple[int, ...] = ()
-    source_documents: tuple[int, ...] = ()
-    source_targets: tuple[int, ...] = ()
-    expert_capacity: int | None = None
-
-
-def counted(
-    batch: Batch, adapter: BatchAdapter, count_flops: Callable[[Batch], int] | None = None
-) -> MicroBatch:
-    """A batch from a collator, with its counts."""
-    names = (*SOURCE_COUNTS, SOURCE_TARGETS)
-    sources = {name: tuple(batch[name].tolist()) for name in names if name in batch}
-    if sources:
-        batch = {name: value for name, value in batch.items() if name not in sources}
-    return MicroBatch(
-        batch,
-        tuple(adapter.counts(batch)),
-        tuple(adapter.optional_branches(batch)),
-        adapter.num_samples(batch),
-        adapter.num_tokens(batch),
-        adapter.num_packed_places(batch),
-        tuple(adapter.lengths(batch)),
-        0 if count_flops is None else count_flops(batch),
-        **sources,
-        expert_capacity=adapter.expert_capacity(batch),
-    )
 
 
 @dataclass(frozen=True)
@@ -236,14 +183,15 @@ class ModelRunner:
     def values(self, batches: Sequence[Batch], of: Callable[[Any], Tensor]) -> list[Tensor]:
         return [of(self._output(batch)) for batch in batches]
 
-    def _output(self, batch: Batch) -> Any:
+    def _output(self, batch: Any) -> Any:
         with phase(Phase.HOST_TO_DEVICE):
-            batch = self.adapter.to_device(batch)
+            # What the feed has not copied: a dummy image, and the batches of an evaluation.
+            batch = on_device(batch)
         return self.adapter.forward(self.model, batch)
 
 
 def agree_on_step(
-    micro_batches: Sequence[MicroBatch],
+    micro_batches: Sequence[HostBatch],
     loss: Loss,
     ranks: SingleRank = ONE_RANK,
     signal: int | None = None,
@@ -267,7 +215,7 @@ def agree_on_step(
     of_sources = (first.source_tokens, first.source_documents, first.source_targets)
     sums = [sum(column) for column in zip(*own, strict=True)]
     branches = [batch.optional_branches for batch in micro_batches]
-    capacities = [each.expert_capacity for each in micro_batches]
+    capacities = [each.expert_rows for each in micro_batches]
     capacities = [number for number in capacities if number is not None]
     with phase(Phase.AGREEMENT):
         totals, signal = ranks.agree(
@@ -305,7 +253,7 @@ def leave_step(num_agreed: int, ranks: SingleRank, signal: int | None) -> int | 
 def train_step(
     runner: Runner,
     optimizer: Optimizer,
-    micro_batches: Sequence[MicroBatch],
+    micro_batches: Sequence[HostBatch],
     learning_rate: float,
     ranks: SingleRank = ONE_RANK,
     totals: StepTotals | None = None,
@@ -330,8 +278,8 @@ def train_step(
     """
     totals = totals or agree_on_step(micro_batches, runner.loss, ranks)
     batches: list[Any] = [
-        runner.adapter.synchronized(micro_batch.batch, needed, runner.model)
-        for micro_batch, needed in zip(micro_batches, totals.needed, strict=True)
+        runner.adapter.synchronized(batch, needed, runner.model)
+        for batch, needed in zip(micro_batches, totals.needed, strict=True)
     ]
     passes = partial(_passes, runner, optimizer, totals, ranks, before_wait)
     seed()
@@ -374,7 +322,7 @@ def _passes(
     store, num_sources = optimizer.store, len(totals.source_targets)
     if capacities:
         pairs = zip(batches, capacities, strict=True)
-        batches = [{**batch, "expert_capacity": capacity} for batch, capacity in pairs]
+        batches = [batch | {"expert_capacity": capacity} for batch, capacity in pairs]
     store.begin_step(len(batches))
     terms = runner.accumulate_gradients(batches, totals.counts, store, num_sources)
     with phase(Phase.GRADIENT_SUM):

@@ -102,7 +102,6 @@ class Trainer:
         self.meter = StepMeter(runner.loss, peak_flops, getattr(data, "target_sources", ()))
         self.feed = BatchFeed(
             data,
-            runner.adapter,
             config.train.gradient_accumulation_steps,
             length.steps,
             wait_warning_s=config.logging.data_wait_warning_s,

@@ -68,7 +68,7 @@ TOPOLOGIES = {
     ),
     "pp2 mp2 with sequence parallelism, encoder mp2": (4, [PP2, *SP, encoder_mp(2), STATE]),
     "pp2 sharding2": (4, [PP2, SHARDING2, STATE]),
-    "pp4 interleaved": (4, [PP4, "parallel.num_virtual_stages=2", *micro_batches(8)]),
+    "pp4 interleaved": (4, [PP4, "parallel.num_virtual_stages=2", *[8]]),
     "pp2 mp2 dp2, encoder mp4": (8, [PP2, *SP, DP2, encoder_mp(4)]),
 }
 MODEL = TINY_MODEL | {
@@ -87,7 +87,7 @@ def common(run_file: Path, num_data_parts: int = 1) -> list[str]:
     return [
         f"data.eval=[{run_file.with_name('test.jsonl')}]",
         *("train.save_steps=2", "train.eval_steps=2", "train.per_device_eval_batch_size=1"),
-        *(*DAMPED, *micro_batches(4), f"train.per_device_train_batch_size={4 // num_data_parts}"),
+        *(*DAMPED, *[4], f"train.per_device_train_batch_size={4 // num_data_parts}"),
     ]
 
 

@@ -23,6 +23,7 @@ import pytest
 from paddle.base.core import host_memory_stat_current_value
 
 from paddle_vl import Qwen3VLForConditionalGeneration
+from paddle_vl.batch.schema import VLBatch
 from paddle_vl.batch.visual_index import checked_values, own_indices
 from paddle_vl.families.vlm.inputs.collate import (
     PackedCollator,
@@ -30,8 +31,10 @@ from paddle_vl.families.vlm.inputs.collate import (
     VLCollator,
     prepared,
 )
-from paddle_vl.families.vlm.training.objective import VLBatchAdapter, sliced
+from paddle_vl.families.vlm.modeling.call_arguments import called_batch
+from paddle_vl.families.vlm.training.objective import sliced
 from paddle_vl.families.vlm.training.own_pixels import with_own_pixels
+from paddle_vl.nn.transfer import on_device
 from paddle_vl.parallel import context_parallel
 from paddle_vl.parallel.collectives import all_reduce_gradients, all_reduce_partial_gradients
 from paddle_vl.parallel.context_parallel import ContextGroup
@@ -95,7 +98,7 @@ def model_of(name: str, topology: Topology | None = None, way: str = "gather") -
         return Qwen3VLForConditionalGeneration.from_pretrained(folder, placement=placement)
 
 
-def batch_of(name: str, model: Any) -> dict[str, Any]:
+def batch_of(name: str, model: Any) -> VLBatch:
     """The batch of this rank, on the device."""
     collate = VLCollator(0, IMAGE, VIDEO, pad_to_multiple_of=8, lists_real_rows=name == "experts")
     samples = []
@@ -112,19 +115,18 @@ def batch_of(name: str, model: Any) -> dict[str, Any]:
         of_rows = SourcesCollator(PackedCollator(collate), ("even", "odd"))
         rows = [samples]
     batch: Any = prepared(of_rows(rows), model.config.vision_config)
-    del batch["source_targets"]
     ops = model.placement.ops
     if ops.context.size > 1:
         batch = sliced(batch, ops.context)
     batch = own_indices(batch, ops.row_part, ops.expert_part)
     if name != "experts":
         batch = with_own_pixels(batch, model.config.vision_config, ops)
-    return VLBatchAdapter().to_device(batch)
+    return on_device(batch)
 
 
 def reference(name: str) -> tuple[float, np.ndarray, dict[str, np.ndarray]]:
     model = model_of(name)
-    output = model(**batch_of(name, model))
+    output = model(batch_of(name, model))
     output.loss.backward()
     grads = {
         item.key: item.layout.to_stored(item.of_own(item.parameter.grad.numpy()))
@@ -138,7 +140,7 @@ def differences(topology: Topology, name: str, way: str) -> list[tuple[float, st
     """Relative errors of loss, sums and gradients against one device, and their names."""
     model = model_of(name, topology, way)
     with checked_values():
-        output = model(**batch_of(name, model))
+        output = model(batch_of(name, model))
     output.loss.backward()
     table, parameters = model.placement.parameter_table, model.parameters()
     if topology.mp_group.nranks > 1:
@@ -163,7 +165,7 @@ def with_other_bits(topology: Topology) -> list[str]:
     found = []
     for way in ("gather", "hidden"):
         model = model_of("packed", topology, way)
-        loss = model(**batch_of("packed", model)).loss
+        loss = model(batch_of("packed", model)).loss
         loss.backward()
         grads = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
         found.append({"loss": loss.numpy(), **grads})
@@ -196,7 +198,7 @@ def events(topology: Topology) -> list[str]:
         mock.patch.object(paddle.autograd, "backward", noting("attend", back)),
         mock.patch.object(Pending, "result", noting("wait", Pending.result)),
     ):
-        model(**batch).loss.backward()
+        model(batch).loss.backward()
     return found
 
 
@@ -205,7 +207,7 @@ def traffic(topology: Topology, way: str) -> list[tuple[str, int]]:
     model = model_of("packed", topology, way)
     batch = batch_of("packed", model)
     with record_collectives() as recording:
-        model(**batch).loss.backward()
+        model(batch).loss.backward()
     group: Any = topology.cp_group
     ranks = tuple(group.ranks)
     return [(call.kind, call.num_bytes) for call in recording.calls if call.ranks == ranks]
@@ -234,12 +236,12 @@ def kept_by(topology: Topology | None, tokens: int, way: str = "gather") -> int:
         }  # fmt: skip
         if topology is not None:
             fields = sliced(prepared(fields), model.placement.ops.context)
-        batch: Any = VLBatchAdapter().to_device(fields)
+        batch = called_batch(model.config, model.placement.ops, **fields)
         with paddle.no_grad():
-            model(**batch)  # Makes the tables that stay.
+            model(batch)  # Makes the tables that stay.
         gc.collect()
         before = host_memory_stat_current_value("Allocated", 0)
-        loss = model(**batch).loss
+        loss = model(batch).loss
         gc.collect()
         found.append(host_memory_stat_current_value("Allocated", 0) - before)
         del loss

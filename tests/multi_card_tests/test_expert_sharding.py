@@ -27,7 +27,7 @@ from paddle_vl.testing.qwen3_vl import EXPERTS, token_rows
 from paddle_vl.train.layout import Layout
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.step import train_step
-from tests.single_card_tests.train.batches import micro_batches, vl_runner
+from tests.single_card_tests.train.batches import vl_runner
 from tests.support.launch import launch, outcome_of, run_checks
 from tests.support.states import states_of
 from tests.support.tiny import tiny_model
@@ -100,7 +100,7 @@ class Run:
     def step(self) -> list[float]:
         """Terms and norm."""
         own = range(self.ranks.data_rank, len(TEXTS), self.ranks.data_size)
-        batches = micro_batches(*map(batch, own))
+        batches = [*map(batch, own)]
         runner = vl_runner(self.model, self.ranks)
         outcome = train_step(runner, self.optimizer, batches, 0.02, self.ranks)
         return [*map(float, outcome.terms.numpy()), float(outcome.grad_norm)]

@@ -23,7 +23,7 @@ from paddle_vl.families.vlm.inputs import image_processor
 from paddle_vl.families.vlm.training.own_pixels import PIXELS
 from paddle_vl.train import lanes
 from paddle_vl.train.build import build_trainer
-from paddle_vl.train.feeding import feed
+from paddle_vl.train.feeding.feed import BatchFeed
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.support.finished_runs import assert_equal_runs, assert_same_answers
 from tests.support.launch import launch
@@ -58,12 +58,14 @@ def decode(
     lanes.machine = lambda: f"machine {number}"
     counts, bytes_of = Counter(), Counter()
     load_rgb, share_made = image_processor.load_rgb, LaneShare.made
-    counts_of = feed.counted
+    next_step = BatchFeed.next_step
 
-    def taken(batch, *others):
-        given = [batch[name] for name in (*PIXELS, "own_patches") if name in batch]
-        counts["pixels"] += sum(each.nbytes for each in given)
-        return counts_of(batch, *others)
+    def taken(feed):
+        fed = next_step(feed)
+        for batch in fed.micro_batches:
+            given = [batch[name] for name in (*PIXELS, "own_patches") if name in batch]
+            counts["pixels"] += sum(4 * int(each.size) for each in given)
+        return fed
 
     def counted(source):
         counts["images"] += 1
@@ -77,7 +79,7 @@ def decode(
             bytes_of[share.reader, share.reads] += share.num_bytes - before
 
     image_processor.load_rgb, LaneShare.made = counted, made
-    feed.counted = taken
+    BatchFeed.next_step = taken
     config = load_run_config(run_file, [f"train.output_dir={output_dir}", *overrides])
     trainer = build_trainer(config)
     trainer.run()

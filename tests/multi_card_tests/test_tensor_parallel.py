@@ -19,8 +19,8 @@ import paddle.distributed as dist
 import pytest
 
 from paddle_vl import Qwen3VLForConditionalGeneration
-from paddle_vl.families.vlm.inputs.collate import with_target_rows
-from paddle_vl.families.vlm.modeling.device_batch import Patches
+from paddle_vl.families.vlm.inputs.collate import prepared
+from paddle_vl.families.vlm.modeling.call_arguments import called_batch
 from paddle_vl.families.vlm.modeling.model import VLOutput
 from paddle_vl.parallel.collectives import all_reduce_partial_gradients
 from paddle_vl.parallel.degrees import ParallelDegrees
@@ -61,7 +61,8 @@ def batch(name: str) -> dict:
         numbers = np.arange(ids.size).reshape(ids.shape)
         fields |= {"label_sources": numbers % 2, "num_sources": 2}
         fields |= {"loss_weights": (1 + numbers % 3).astype("float32")}
-        fields = with_target_rows(fields)
+        fields["attention_mask"] = np.ones_like(ids)
+        fields = prepared(fields)
     return fields
 
 
@@ -140,11 +141,9 @@ def tower_work(folder: str, group, vision: str) -> tuple[int, list[str], list[st
     inputs = batch("images")
     with record_collectives() as recording:
         recording.phase = "forward"
-        patches = Patches.of(paddle.to_tensor(inputs["pixel_values"]), inputs["image_grid_thw"])
-        embeds = model.encode_visual(patches)
+        features = model.encode_visual(called_batch(model.config, placement.ops, **inputs))
         recording.phase = "backward"
-        levels = [embeds["image_embeds"], *embeds["deepstack_image_embeds"]]
-        paddle.concat(levels).sum().backward()
+        paddle.concat([features.merged, *features.levels]).sum().backward()
     kinds = [[call.kind for call in recording.of(phase)] for phase in ("forward", "backward")]
     return sum(encoded), *kinds
 

@@ -60,14 +60,14 @@ def measure(family: str, side: str, work: str, num_threads: int, tokens: int) ->
 
     configure_cpu_runtime(num_threads)
     is_compiled = side not in (NO_COMPILER, PROGRAMS) and compiled.enable()
+    settings = settings_of(family)
     if side == PROGRAMS:
         # With the ids of the exported processor, in the same places.
-        model = load(Path(work) / "export")
-        samples = {size: export.prompts(Path(work), size) for size in references.PROMPTS}
+        model, config = load(Path(work) / "export"), export.qwen3_vl(Path(work))[0]
     else:
-        model, settings = build(family), settings_of(family)
-        made = (references.samples(model.config, settings, size) for size in references.PROMPTS)
-        samples = dict(zip(references.PROMPTS, made, strict=True))
+        model = build(family)
+        config = model.config
+    samples = {size: references.samples(config, settings, size) for size in references.PROMPTS}
     if side == ENGINE:
         return {"seconds": engine_seconds(model, samples, tokens)} | _shared(is_compiled)
 
@@ -145,7 +145,7 @@ def compare(options: argparse.Namespace, work: Path) -> Result:
     """Results of all rounds, by side."""
     family, sides = options.family, list(FAMILIES[options.family])
     if PROGRAMS in sides:
-        harness.make_data(family, work / "data", *harness.BENCH_DATA[family])
+        harness.make_data(family, work / "data")
         given = {"work": work, "num_threads": options.threads, "with_onnx": False}
         harness.launch(export.write_export, work / "run", family=family, **given)
 

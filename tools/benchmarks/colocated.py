@@ -79,7 +79,7 @@ def measure(config: str, settings: list[str], steps: int) -> dict[str, float]:
         trainer.feed.next_step = next_step
         # Batches are copied by the feed, from pinned memory on a GPU.
         found["copies"] = sum(not place.startswith("train/feeding/") for place in copies)
-        batches = [one.batch for one in fed[0].micro_batches]
+        batches = fed[0].micro_batches
         found.update(_work(trainer.runner, batches, sum(patches)))
         if hasattr(trainer.runner, "encoder"):
             widths.append(sum(trainer.runner.encoder.section_widths))

@@ -21,8 +21,8 @@ from paddle_vl.checkpoint.adapter_files import is_low_rank
 from paddle_vl.checkpoint.reading import checkpoint_tensors, stored_value
 from paddle_vl.checkpoint.rules import by_parameter
 from paddle_vl.config.schema import TrainConfig
-from paddle_vl.families.vlm.inputs.collate import VLCollator, prepared
-from paddle_vl.families.vlm.inputs.preference import PreferenceCollator
+from paddle_vl.families.vlm.inputs.collate import PreparedCollator, VLCollator
+from paddle_vl.families.vlm.inputs.preference import PreferenceBatch, PreferenceCollator
 from paddle_vl.families.vlm.preference.objective import PreferenceAdapter, PreferenceLoss
 from paddle_vl.families.vlm.preference.settings import PreferenceConfig
 from paddle_vl.families.vlm.training.objective import VLBatchAdapter
@@ -31,7 +31,7 @@ from paddle_vl.parallel.ranks import ONE_RANK
 from paddle_vl.train.freeze import decayed_names
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.reference import ComparingRunner, Reference
-from paddle_vl.train.step import ModelRunner, agree_on_step, counted, train_step
+from paddle_vl.train.step import ModelRunner, agree_on_step, train_step
 from parity.comparison import CaseReport
 from parity.golden import Case, Folders
 from parity.recording import gradients
@@ -171,9 +171,13 @@ def reference_of(
 
 
 def batch_of(
-    model: Any, case: PreferenceCase, settings: PreferenceConfig, is_packed: bool = False
+    model: Any,
+    case: PreferenceCase,
+    settings: PreferenceConfig,
+    is_packed: bool = False,
+    aux: float | None = None,
 ) -> Any:
-    """The case's inputs as the package's own batch, prepared."""
+    """The case's inputs as the package's own batch, counted for the loss of `runner_of`."""
     tensors, is_paired = case.tensors, "pairs" in case.meta
     rows, labels = tensors["in.input_ids"], case.meta.get("labels", [])
     merge = model.config.vision_config.spatial_merge_size
@@ -212,12 +216,14 @@ def batch_of(
         settings.has_baseline,
         settings.ld_alpha,
     )  # fmt: skip
+    divisors = PreferenceLoss(settings, aux).divisors
+    complete = PreparedCollator(collator, config.vision_config, divisors, PreferenceBatch)
     if not is_paired:
         samples = [
             {**answer, "is_chosen": np.asarray(label)}
             for answer, label in zip(answers, labels, strict=True)
         ]
-        return prepared(collator([samples] if is_packed else samples), config.vision_config)
+        return complete([samples] if is_packed else samples)
     half = len(answers) // 2
     samples = [
         {
@@ -227,7 +233,7 @@ def batch_of(
         }
         for i in range(half)
     ]
-    return prepared(collator([samples] if is_packed else samples), config.vision_config)
+    return complete([samples] if is_packed else samples)
 
 
 def runner_of(
@@ -258,10 +264,9 @@ def _answers(golden: PreferenceFolders, case: PreferenceCase, report: CaseReport
         settings = settings_of(name)
         runner = runner_of(model, settings, reference, aux)
         loss: PreferenceLoss = runner.loss
-        batch = batch_of(model, case, settings)
-        micro = counted(batch, runner.adapter)
-        totals = agree_on_step([micro], loss)
-        own = runner.adapter.synchronized(micro.batch, totals.needed[0], model)
+        batch = batch_of(model, case, settings, aux=aux)
+        totals = agree_on_step([batch], loss)
+        own = runner.adapter.synchronized(batch, totals.needed[0], model)
         terms = runner.accumulate_gradients([own], totals.counts).numpy().tolist()
         means = dict(zip(loss.terms, terms, strict=True))
         total = sum(weight * means[term] for term, weight in loss.terms.items() if weight)
@@ -371,9 +376,7 @@ def _trajectories(
         optimizer = Optimizer(parameters, config, decayed_names(dict(parameters), []))
         batch = batch_of(model, inputs, settings_of("sigmoid"))
         for number, step in enumerate(trained["steps"]):
-            outcome = train_step(
-                runner, optimizer, [counted(batch, runner.adapter)], config.learning_rate
-            )
+            outcome = train_step(runner, optimizer, [batch], config.learning_rate)
             means = outcome.means(runner.loss)
             report.absolute("loss", f"step {number}", means["preference_loss"], LOSS, step["loss"])
             norm = step["grad_norm_before_clipping"]

@@ -19,10 +19,11 @@ from paddle_vl import Qwen3VLForConditionalGeneration
 from paddle_vl.batch.positions import mrope_position_ids, restart_offsets
 from paddle_vl.batch.visual_index import host_visual_indices
 from paddle_vl.config.schema import TrainConfig
+from paddle_vl.families.vlm.inputs.collate import prepared
 from paddle_vl.families.vlm.training.objective import VLBatchAdapter, VLLoss
 from paddle_vl.train.freeze import decayed_names
 from paddle_vl.train.optimizer import Optimizer
-from paddle_vl.train.step import ModelRunner, counted, train_step
+from paddle_vl.train.step import ModelRunner, train_step
 from parity.comparison import CaseReport
 from parity.golden import QwenCase, QwenFolders
 from parity.qwen_vl_processor import compare_processor
@@ -329,9 +330,8 @@ def train_steps(
     settings = training_of(optimizer_text)
     parameters = list(model.hf_named_parameters())
     optimizer = Optimizer(parameters, settings, decayed_names(dict(parameters), []))
-    batch = batch | {"num_target_tokens": int((batch["labels"][:, 1:] != -100).sum())}
     runner = ModelRunner(model, VLLoss(), VLBatchAdapter())
-    micro_batches = [counted(batch, runner.adapter)]
+    micro_batches = [prepared(host_batch(model, batch, None))]
     steps = [
         train_step(runner, optimizer, micro_batches, settings.learning_rate)
         for _ in range(num_steps)

@@ -40,8 +40,10 @@ class DecoderRecording(Recording):
         found["lm.inputs_embeds"] = rows(embedded["hidden_states"])
         for n, level in enumerate(embedded.get("deepstack_visual_emb", [])):
             found[f"lm.deepstack_visual_embeds.{n}"] = level
-        if "visual_pos_masks" in embedded:
-            found["visual_pos_masks"] = embedded["visual_pos_masks"]
+        if "visual_update_indices" in embedded:
+            mask_BL = np.zeros(cos.shape[:2], dtype=bool)
+            mask_BL.reshape(-1)[array(embedded["visual_update_indices"])] = True
+            found["visual_pos_masks"] = mask_BL
         for name, output in outputs.items():
             if name.startswith("layer_out"):
                 found[f"lm.{name.replace('out', 'ds')}"] = rows(output)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from paddle_vl.batch.schema import VLBatch
 from paddle_vl.batch.visual_index import own_indices
 from paddle_vl.config.families import family_of_run
 from paddle_vl.families.base import BuiltModel
@@ -118,7 +119,7 @@ class SizedVL(VLRecipe):
         adapter, nothing = self.adapter_class(), lambda *_: None
         return BuiltModel(model, adapter, nothing, nothing)
 
-    def batch(self, built: BuiltModel, units: int) -> dict[str, Any]:
+    def batch(self, built: BuiltModel, units: int) -> VLBatch:
         """One sample: images, then targets; for slices an image and targets in turn."""
         config, ops, rows = self.model_config, built.model.placement.ops, units * self.unit_rows
         side = 2 * config.vision_config.spatial_merge_size
@@ -148,7 +149,7 @@ class SizedVL(VLRecipe):
         batch: Any = prepared(collate([sample]), config.vision_config)
         if (context := ops.context).size > 1:
             batch = sliced(batch, context)
-        return dict(own_indices(batch, ops.row_part, ops.expert_part))
+        return own_indices(batch, ops.row_part, ops.expert_part)
 
 
 class SizedPI07(PI07Recipe):
@@ -208,4 +209,4 @@ class SizedPI07(PI07Recipe):
     def batch(self, built: BuiltModel, units: int) -> Any:
         batch: Any = built.collator([self.train_data[0]] * units)
         self.unit_rows = built.model.tokens.length(batch, presence_of(batch))
-        return self._adapter().prepared(batch)
+        return batch

@@ -4,7 +4,7 @@ from typing import Any
 
 from paddle_vl.batch.schema import OTHER_LANES
 from paddle_vl.train.build import build_engine, start_ranks
-from paddle_vl.train.step import counted, train_step
+from paddle_vl.train.step import train_step
 
 
 class SmallStep:
@@ -23,11 +23,10 @@ class SmallStep:
     def take(self, units: int) -> int:
         """Train on micro-batches of that many units; returns how many numbers ranks agree on."""
         built = self.engine.placed.built
-        batch, adapter = self.family.batch(built, units), built.adapter
+        batch = self.family.batch(built, units)
         if (encoder := self.topology.encoder) is not None:
             batch |= {OTHER_LANES: [batch] * (encoder.grid.lanes_out - 1)}
-        micro_batch = counted(batch, adapter)
-        micro_batches = [micro_batch] * self.config.train.gradient_accumulation_steps
+        micro_batches = [batch] * self.config.train.gradient_accumulation_steps
         runner, optimizer = self.engine.runner, self.engine.optimizer
         outcome = train_step(runner, optimizer, micro_batches, 1e-3, self.ranks)
         # And the stop signal.

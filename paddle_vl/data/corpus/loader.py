@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from paddle_vl.batch.schema import SOURCE_COUNTS
 from paddle_vl.data.corpus.packed_rows import DOCUMENTS, Piece, RowMaker, StrandState
 from paddle_vl.data.packing import check_ranks
 from paddle_vl.data.prefetch import LoadedBatch, PendingBatch, PrefetchingLoader
@@ -28,8 +27,8 @@ RowCollator = Callable[[Sequence[Sequence[Piece]]], dict[str, Any]]
 class CorpusLoader(PrefetchingLoader):
     """An endless iterator over training batches; see `PrefetchLoader` for the interface.
 
-    Every batch has the tokens and documents of each source in it, `[S]` int64, under
-    the keys of `SOURCE_COUNTS`. A document counts where it begins.
+    Every batch has `source_tokens` and `source_documents`, those of each source in it. A document
+    counts where it begins.
 
     Attributes:
         epoch, batches_consumed: place in the data in documents of all sources: `batches_consumed`
@@ -79,7 +78,7 @@ class CorpusLoader(PrefetchingLoader):
         """Strands of a stream of rows with so many rows in a global batch."""
         return PHASES * batch_size * size
 
-    def __next__(self) -> dict[str, Any]:
+    def __next__(self) -> Any:
         """The next batch.
 
         Raises:
@@ -222,7 +221,8 @@ def make_rows(maker: RowMaker, collator: Any, states: Mapping[int, Any]) -> Load
     for piece in (piece for row in rows for piece in row):
         tokens[piece.source] += len(piece.sample["input_ids"])
         documents[piece.source] += piece.is_first
-    batch.update(zip(SOURCE_COUNTS, (tokens, documents), strict=True))
+    counts = {"source_tokens": tokens, "source_documents": documents}
+    batch |= {name: tuple(each.tolist()) for name, each in counts.items()}
     return LoadedBatch(batch, {strand: state.to_json() for strand, (_, state) in made.items()})
 
 

@@ -27,6 +27,7 @@ from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
 from paddle_vl.families.vlm.answering.generate import step_logits
 from paddle_vl.families.vlm.folders.processor_fit import check_processor_fits
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.modeling.embedding_inputs import embedded
 from paddle_vl.families.vlm.modeling.layers import decoder_positions
 from paddle_vl.nn.attention_masks import MASKED_SCORE
 
@@ -95,7 +96,8 @@ def prefill(model: Any, given: Given) -> list[Tensor]:
     """Prompts to the logits after them `[B, V]`; each layer's keys and values `[B, K, L, H]`."""
     config, language_model, input_ids = model.config, model.language_model, given["input_ids"]
     embedding = language_model.embedding
-    inputs = embedding(
+    inputs = embedded(
+        embedding,
         {
             "decoder_input": embedding.embed_tokens(input_ids),
             "position_ids": given["position_ids"],
@@ -103,7 +105,7 @@ def prefill(model: Any, given: Given) -> list[Tensor]:
             | (input_ids == config.video_token_id),
             "image_embeds": given["visual_embeds"],
             "deepstack_image_embeds": [given[f"level_{g}"] for g in range(embedding.num_levels)],
-        }
+        },
     )
     place_L = paddle.arange(input_ids.shape[1], dtype="int64")
     causal_LL = (place_L.unsqueeze(0) <= place_L.unsqueeze(1)).astype("float32")
@@ -157,7 +159,7 @@ def _step(model: Any, given: Given, place_1: Tensor | None) -> tuple[Tensor, lis
         ProgramCache(bias, (given[f"key_{i}"], given[f"value_{i}"]), place_1)
         for i in range(len(model.language_model.layers))
     ]
-    inputs = decoder_positions(model.config, {"position_ids": given["position_ids"]})
+    inputs = decoder_positions(model.config, given["position_ids"])
     inputs["rotary_pos_emb"].prepare([heads, key_heads])
     return step_logits(model, given["input_ids"], inputs, caches), caches
 

@@ -98,7 +98,7 @@ class PI07Flops(FlopCounter):
             frame_pairs = int((cameras_B * (real_B * (real_B + 1) // 2)).sum())
         frames = int((cameras_B * real_B + goals_B).sum())
         images = int((cameras_B + goals_B).sum())
-        presence = batch.get("presence") or presence_of(batch)
+        presence = presence_of(batch)
         pad_BL, marks_BL, num_seen, _ = self._tokens.masks(batch, presence, xp=np)
         seen_BL = _num_visible(pad_BL, marks_BL)
         units = {

@@ -12,21 +12,18 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.batch.positions import target_rows
-from paddle_vl.batch.rows import IGNORE_INDEX
 from paddle_vl.batch.schema import Batch
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.samples import Collator
-from paddle_vl.families.pi07.flow import as_tensors
-from paddle_vl.families.pi07.prefix import PrefixTokens, Presence, presence_of
+from paddle_vl.families.pi07.prefix import PrefixTokens, presence_of
 from paddle_vl.families.policy.demonstrations.sample import DrawnDemonstrations
+from paddle_vl.families.policy.model_inputs import PromptBatch, fields_present, planner_targets
 from paddle_vl.nn.objective import BatchAdapter, Loss
 
-# The losses of the low-level policy and of the planner, each with its divisor in a batch: `MSE` of
+# The losses of the low-level policy and of the planner, in the order of a batch's counts: `MSE` of
 # the flow and `CE` of discrete actions; cross entropies of the planner's memory and response.
-POLICY_LOSSES = {"MSE": "num_flow_values", "CE": "num_action_slots"}
-PLANNER_LOSSES = {"CE_memory": "num_memory_slots", "CE_response": "num_response_slots"}
-_DIVISORS = (*POLICY_LOSSES.values(), *PLANNER_LOSSES.values())
+POLICY_LOSSES = ("MSE", "CE")
+PLANNER_LOSSES = ("CE_memory", "CE_response")
 
 
 class PolicyLoss(Loss):
@@ -89,78 +86,55 @@ class PolicyLoss(Loss):
         ]
 
 
-class PolicyBatchAdapter(BatchAdapter[Batch]):
+class PolicyBatchAdapter(BatchAdapter[PromptBatch]):
     """Batches of the low-level policy (`PolicyBatch`) and of the planner (`PlannerBatch`).
 
     Args:
         make_example: makes some batch of the run, from which an idle batch is derived.
         agrees_on_presence: whether ranks lay out the optional fields that any of them has.
-        tokens: layout of the model's prefix, for the lengths of samples; None counts none.
     """
 
-    def __init__(
-        self,
-        make_example: Callable[[], Batch],
-        agrees_on_presence: bool = False,
-        tokens: PrefixTokens | None = None,
-    ):
+    def __init__(self, make_example: Callable[[], PromptBatch], agrees_on_presence: bool = False):
         self.make_example, self.agrees_on_presence = make_example, agrees_on_presence
-        self.tokens = tokens
 
-    def counts(self, batch: Batch) -> list[int]:
-        return [batch[name] for name in _DIVISORS if name in batch]
+    def synchronized(
+        self, batch: PromptBatch, needed: Sequence[int], model: nn.Layer
+    ) -> PromptBatch:
+        return batch | {"presence": tuple(map(bool, needed))} if self.agrees_on_presence else batch
 
-    def num_samples(self, batch: Batch) -> int:
-        return len(batch["lang_tokens"])
-
-    def lengths(self, batch: Batch) -> list[int]:
-        """Real tokens of each sample's prefix: images, texts, states and discrete actions."""
-        if self.tokens is None:
-            return []
-        pad_BL = self.tokens.masks(batch, presence_of(batch), xp=np).pad_masks
-        return pad_BL.sum(axis=1).tolist()
-
-    def optional_branches(self, batch: Batch) -> list[bool]:
-        return list(presence_of(batch)) if self.agrees_on_presence else []
-
-    def prepared(self, batch: Batch) -> Batch:
-        """The batch with what only the host knows: token slots with a target, and its fields."""
-        batch = with_target_rows(batch)
-        # With agreement `synchronized` sets it.
-        return batch if self.agrees_on_presence else {**batch, "presence": presence_of(batch)}
-
-    def synchronized(self, batch: Batch, needed: Sequence[int], model: nn.Layer) -> Batch:
-        if not self.agrees_on_presence:
-            return batch
-        return {**batch, "presence": Presence(*map(bool, needed))}
-
-    def idle_batch(self, model: nn.Layer) -> Batch:
+    def idle_batch(self, model: nn.Layer) -> PromptBatch:
         example = self.make_example()
         if "actions" in example:
-            targets = {"actions_is_pad": np.ones(example["actions"].shape[:2], dtype=bool)}
+            changed = {"actions_is_pad": np.ones(example["actions"].shape[:2], dtype=bool)}
             masks = ["discrete_action_masks"]
         else:
-            targets, masks = {}, ["memory_masks", "response_masks"]
-        targets |= {name: np.zeros_like(example[name]) for name in masks}
-        return {**example, **{name: 0 for name in _DIVISORS if name in example}, **targets}
+            changed, masks = {}, ["memory_masks", "response_masks"]
+        changed |= {name: np.zeros_like(example[name]) for name in masks}
+        if "actions" not in example:
+            changed |= planner_targets({**example, **changed})
+        return self.as_prepared(example | changed) | {"counts": (0,) * len(example.counts)}
 
-    def to_device(self, batch: Batch) -> Batch:
-        batch = with_target_rows(batch)
-        fields = {name: value for name, value in batch.items() if name not in _DIVISORS}
-        presence = fields.pop("presence", None)
-        # Masks are read on the host, before they become tensors.
-        presence = presence_of(fields) if presence is None else presence
-        return {**as_tensors(fields), "presence": presence}
+    def as_prepared(self, batch: PromptBatch) -> PromptBatch:
+        """A batch whose masks were changed."""
+        if self.agrees_on_presence:
+            return batch | {"optional_branches": fields_present(batch)}
+        return batch | {"presence": fields_present(batch)}
 
-    def forward(self, model: nn.Layer, batch: Batch) -> dict[str, Tensor]:
-        fields = dict(batch)
-        return model(fields, presence=fields.pop("presence"), per_sample=True)
+    def forward(self, model: nn.Layer, batch: PromptBatch) -> dict[str, Tensor]:
+        return model(batch, per_sample=True)
+
+
+def with_lengths(tokens: PrefixTokens, batch: PromptBatch) -> PromptBatch:
+    """The batch with the real tokens of each sample's prefix: images, texts, states and discrete
+    actions."""
+    pad_BL = tokens.masks(batch, presence_of(batch), xp=np).pad_masks
+    return batch | {"lengths": tuple(pad_BL.sum(axis=1).tolist())}
 
 
 # Entries of a batch that are not of the observation.
 _TARGETS = {
     *("actions", "actions_is_pad", "real_action_dim", "noise", "time", "delay", "presence"),
-    *("discrete_actions", "discrete_action_masks", *_DIVISORS),
+    *("discrete_actions", "discrete_action_masks"),
 }
 
 
@@ -170,22 +144,7 @@ def predicted_actions(model: Any, batch: Batch) -> np.ndarray:
     return model.sample_actions(observed, batch["noise"]).numpy()
 
 
-def with_target_rows(batch: Batch) -> Batch:
-    """The planner's batch with the token slots of its texts that have a target; the policy's as it
-    is."""
-    added = {}
-    if "memory_masks" not in batch:
-        return batch
-    for text in ("memory", "response"):
-        name, masks_BL = f"{text}_target_rows", batch[f"{text}_masks"]
-        # Only the host knows them; each token predicts the next.
-        if name not in batch and isinstance(masks_BL, np.ndarray):
-            targets_BL = np.where(masks_BL, batch[f"{text}_tokens"], IGNORE_INDEX)[:, 1:]
-            added[name] = target_rows(targets_BL.reshape(-1))
-    return {**batch, **added}
-
-
-def first_batch(samples: DrawnDemonstrations, collator: Collator) -> Batch:
+def first_batch(samples: DrawnDemonstrations, collator: Collator) -> Any:
     """A batch of the first usable sample."""
     for number in range(len(samples) - 1):
         try:

@@ -26,18 +26,19 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.batch.schema import Batch
+from paddle_vl.batch.schema import OTHER_LANES
 from paddle_vl.families.pi07.config import PI07Config
 from paddle_vl.families.pi07.decoder import SharedConditions, Streams
 from paddle_vl.families.pi07.flow import PolicyModel, as_tensors
 from paddle_vl.families.pi07.objective import PolicyBatchAdapter
-from paddle_vl.families.pi07.prefix import CAMERA_MASKS, IMAGES, Presence, presence_of
+from paddle_vl.families.pi07.prefix import CAMERA_MASKS, IMAGES, presence_of
+from paddle_vl.families.policy.model_inputs import PromptBatch
 from paddle_vl.nn.transfer import device_tensor
 
 # Entry of a batch whose images the tower has read already: its `ImageRows`.
 IMAGE_ROWS = "image_rows"
-# Entry of a batch with its `ImageItems`, taken on the host before masks go to the device.
-IMAGE_ITEMS = "image_items"
+# Fields that stay on the host: images, and what tells which of them are items.
+ON_HOST = (*IMAGES, *CAMERA_MASKS.values(), "obs_history_is_pad")
 
 
 class PI07Stage:
@@ -55,7 +56,7 @@ class PI07Stage:
 
     def input_shape(self, batch: Mapping[str, Any]) -> tuple[int]:
         """(R,), the shape of the message that this stage receives, from the batch on the host."""
-        shapes = self._shapes(batch, self.model.tokens.length(batch, _presence(batch)))
+        shapes = self._shapes(batch, self.model.tokens.length(batch, presence_of(batch)))
         return (sum(rows * width for rows, width in shapes),)
 
     def __call__(
@@ -71,7 +72,7 @@ class PI07Stage:
         Raises:
             ValueError: noise, time or delay is missing: every stage would draw its own.
         """
-        model, presence = self.model, _presence(batch)
+        model, presence = self.model, presence_of(batch)
         if missing := [name for name in model.drawn if batch.get(name) is None]:
             raise ValueError(
                 f"the batch has no {', '.join(missing)}: a batch that goes through a pipeline "
@@ -114,12 +115,6 @@ class PI07Stage:
         if isinstance(config, PI07Config):
             shapes += [(samples * config.chunk_size, config.proj_width)] * 2
         return [(-(-rows // ranks.size), width) for rows, width in shapes]
-
-
-def _presence(batch: Mapping[str, Any]) -> Presence:
-    """The optional fields to lay out: the batch's `presence`, or those with content."""
-    given = batch.get("presence")
-    return presence_of(batch) if given is None else given
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +172,7 @@ class PI07Encoder:
 
     def items(self, batch: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         """Rows of each item, and its frames as its cost."""
-        items = _items(batch)
+        items = ImageItems.of(batch)
         return np.full(len(items.places), self.video_encoder.num_tokens), items.frames
 
     def has_items_anywhere(self, batch: Mapping[str, Any]) -> bool:
@@ -191,7 +186,7 @@ class PI07Encoder:
         places: dict[str, list[int]] = {kind: [] for kind in kinds}
         pads, number = [], 0
         for batch, chosen in zip(batches, own, strict=True):
-            items = _items(batch)
+            items = ImageItems.of(batch)
             for item in chosen.tolist():
                 source, camera, sample = items.places[item]
                 pixels, kind = np.asarray(batch[source][camera][sample]), "stills"
@@ -223,13 +218,13 @@ class PI07Encoder:
         self, batch: Mapping[str, Any], sections: Mapping[int, Tensor]
     ) -> dict[str, Any]:
         """The batch with the tower's rows; its images stay on the host, for their shapes."""
-        rest = {name: value for name, value in batch.items() if name != IMAGE_ITEMS}
+        rest = {name: value for name, value in batch.items() if name != OTHER_LANES}
         shape = [-1, self.video_encoder.num_tokens, self.section_widths[0]]
         dtype = self.video_encoder.tower.patch_embedding.weight.dtype
         rows = [sections[0].reshape(shape)] if sections else []
         # Of an image that is masked; the last one.
         rows_IMU = paddle.concat([*rows, paddle.zeros([1, *shape[1:]], dtype=dtype)])
-        items = _items(batch)
+        items = ImageItems.of(batch)
 
         def rows_of(sources: Sequence[str]) -> Tensor:
             items_Z = np.concatenate([items.item_of[source] for source in sources])
@@ -240,11 +235,6 @@ class PI07Encoder:
         return {**rest, IMAGE_ROWS: rows_of}
 
 
-def _items(batch: Mapping[str, Any]) -> ImageItems:
-    items = batch.get(IMAGE_ITEMS)
-    return ImageItems.of(batch) if items is None else items
-
-
 def _stacked(arrays: Sequence[np.ndarray]) -> Tensor | None:
     return device_tensor(np.stack(arrays)) if arrays else None
 
@@ -252,14 +242,9 @@ def _stacked(arrays: Sequence[np.ndarray]) -> Tensor | None:
 class ColocatedBatchAdapter(PolicyBatchAdapter):
     """Batches whose images stay on the host: the encoder copies those that it encodes."""
 
-    def prepared(self, batch: Batch) -> Batch:
-        return {**super().prepared(batch), IMAGE_ITEMS: ImageItems.of(batch)}
-
-    def is_for_device(self, name: str) -> bool:
-        return name not in IMAGES
-
-    def idle_batch(self, model: nn.Layer) -> Batch:
+    def idle_batch(self, model: nn.Layer) -> PromptBatch:
         # Without images: ranks of other data lanes know that this lane has ended, no more.
         idle = super().idle_batch(model)
         masks = {name: idle[name] for name in CAMERA_MASKS.values() if name in idle}
-        return {**idle, **{name: list(map(np.zeros_like, masks[name])) for name in masks}}
+        nothing = {name: list(map(np.zeros_like, masks[name])) for name in masks}
+        return self.as_prepared(idle | nothing)

@@ -29,6 +29,7 @@ from paddle.nn.initializer import Initializer, Normal, Uniform
 
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.vision import VideoEncoder
+from paddle_vl.families.policy.model_inputs import fields_present
 from paddle_vl.nn.linear import Embedding, Linear, linear
 from paddle_vl.nn.operations import slice_axis
 from paddle_vl.nn.placement import Placement
@@ -167,19 +168,12 @@ class Presence(NamedTuple):
 
 
 def presence_of(batch: Mapping[str, Any]) -> Presence:
-    """The optional fields with a real token or image in any sample.
+    """The optional fields to lay out: the batch's `presence`, or those with content in any sample.
 
     Call it on the collated NumPy batch: reading a mask on a GPU would wait for the device.
     """
-
-    def any_real(*masks: Any) -> bool:
-        return any(bool(mask.any()) for mask in masks if mask is not None)
-
-    return Presence(
-        any_real(batch.get("response_masks")),
-        any_real(batch.get("metadata_masks")),
-        any_real(*(batch.get("subgoal_img_masks") or ())),
-    )
+    given = batch.get("presence")
+    return Presence(*(fields_present(batch) if given is None else given))
 
 
 def real_frames(batch: Mapping[str, Any], xp: Any) -> Any:

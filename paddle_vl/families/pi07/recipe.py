@@ -35,8 +35,10 @@ from paddle_vl.families.pi07.objective import (
     PolicyLoss,
     first_batch,
     predicted_actions,
+    with_lengths,
 )
 from paddle_vl.families.pi07.pipeline import (
+    ON_HOST,
     ColocatedBatchAdapter,
     PI07Encoder,
     PI07Stage,
@@ -94,7 +96,7 @@ class PI07Recipe(Family):
     fields: Mapping[str, bool] | None = None
     # Optional fields that the model cannot do without.
     needed_fields: Sequence[str] = ()
-    losses: Mapping[str, str] = POLICY_LOSSES
+    losses: Sequence[str] = POLICY_LOSSES
     parts: Mapping[str, Sequence[str]] = PARTS
     make_stage = PI07Stage
     item_encoder = PI07Encoder
@@ -185,10 +187,14 @@ class PI07Recipe(Family):
         check_trainable(policy)
         policy.model.train()
         policy.model.untrained_losses = frozenset(self.loss.terms) - {*self.loss.trained_terms}
-        collator = PolicyCollator(policy.inputs)
+        parallel = self.config.parallel
+        is_colocated = parallel.schedule == "colocated"
+        agrees = parallel.branch_sync == "all_reduce"
+        collator = PolicyCollator(policy.inputs, agrees, ON_HOST if is_colocated else ())
         samples = self.train_data if self.eval_data is None else self.eval_data
-        is_colocated = self.config.parallel.schedule == "colocated"
-        adapter = self._adapter(partial(first_batch, samples, collator), policy.model.tokens)
+        adapter_class = ColocatedBatchAdapter if is_colocated else PolicyBatchAdapter
+        adapter = adapter_class(partial(first_batch, samples, collator), agrees)
+        self._with_lengths = partial(with_lengths, policy.model.tokens)
         # Of adapters, final/ has the merged policy.
         save = of_step = policy.save_pretrained
         if policy.model.adapter is not None:
@@ -208,16 +214,10 @@ class PI07Recipe(Family):
             measure=measure,
         )
 
-    def _adapter(self, make_example: Any = dict, tokens: Any = None) -> PolicyBatchAdapter:
-        parallel = self.config.parallel
-        is_colocated = parallel.schedule == "colocated"
-        adapter_class = ColocatedBatchAdapter if is_colocated else PolicyBatchAdapter
-        return adapter_class(make_example, parallel.branch_sync == "all_reduce", tokens)
-
     def loader(self, *data: Any, **settings: Any) -> PrefetchLoader:
         loader = super().loader(*data, **settings)
-        # What only the host knows, before arrays go to the device.
-        loader.own_rows = self._adapter().prepared
+        # A model's layout of its prefix, which workers do not import.
+        loader.own_rows = self._with_lengths
         return loader
 
     def trainable_names(self, model: nn.Layer) -> Iterable[str]:

@@ -11,12 +11,14 @@ Source: the preprocessing of OpenTau's pi07 policies.
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, cast
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import numpy as np
-from typing_extensions import NotRequired, TypedDict
 
-from paddle_vl.batch.schema import Array, Axes
+from paddle_vl.batch.positions import target_rows
+from paddle_vl.batch.rows import IGNORE_INDEX
+from paddle_vl.batch.schema import Array, Axes, HostBatch
 from paddle_vl.families.policy.demonstrations.sample import collate_demonstrations
 from paddle_vl.families.policy.features import PolicyConfig
 from paddle_vl.families.policy.images import (
@@ -54,66 +56,65 @@ TokenMask = Annotated[Array, Axes("B L", "bool")]
 ImageMask = Annotated[Array, Axes("B", "bool")]
 
 
-class PromptBatch(TypedDict):
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PromptBatch(HostBatch):
     """Fields of both of pi07's batches, from `PolicyInputs` and `PlannerInputs`, for the prefix.
 
     A mask is True at real tokens. Optional texts are always there, masked where a sample has none.
     """
 
-    lang_tokens: Tokens
-    lang_masks: TokenMask
-    metadata_tokens: Tokens
-    metadata_masks: TokenMask
-    response_tokens: Tokens
-    response_masks: TokenMask
-    # `Presence`: which optional parts are laid out. From `PolicyBatchAdapter`; on the host.
-    presence: NotRequired[Any]
+    lang_tokens: Tokens = None
+    lang_masks: TokenMask = None
+    metadata_tokens: Tokens = None
+    metadata_masks: TokenMask = None
+    response_tokens: Tokens = None
+    response_masks: TokenMask = None
+    # Which optional parts are laid out, see `Presence`; where ranks agree on it, from
+    # `PolicyBatchAdapter.synchronized`.
+    presence: tuple[bool, ...] | None = None
+    other_lanes: list[Any] | None = None
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class PolicyBatch(PromptBatch):
     """What `PolicyCollator` makes for `PI07LowLevelFlowMatching`."""
 
     # One of each camera: frames in [-1, 1], goal images in [-1, 1]. For the vision tower.
-    videos: list[Annotated[Array, Axes("B T C H W", "float32")]]
-    vid_masks: list[ImageMask]
-    subgoal_images: list[Annotated[Array, Axes("B C H W", "float32")]]
-    subgoal_img_masks: list[ImageMask]
+    videos: list[Annotated[Array, Axes("B T C H W", "float32")]] | None = None
+    vid_masks: list[ImageMask] | None = None
+    subgoal_images: list[Annotated[Array, Axes("B C H W", "float32")]] | None = None
+    subgoal_img_masks: list[ImageMask] | None = None
     # Normalised. For the state's projection.
-    state: Annotated[Array, Axes("B T S", "float32")]
+    state: Annotated[Array, Axes("B T S", "float32")] = None
     # Row of the statistics of each sample. For per-group projections.
-    group_index: Annotated[Array, Axes("B", "int64")]
+    group_index: Annotated[Array, Axes("B", "int64")] = None
     # Normalised, and as FAST tokens. For the two losses.
-    actions: Annotated[Array, Axes("B J A", "float32")]
-    discrete_actions: Tokens
-    discrete_action_masks: TokenMask
-    # Divisors of the losses: action values that count, and all slots of discrete actions.
-    num_flow_values: int
-    num_action_slots: int
+    actions: Annotated[Array, Axes("B J A", "float32")] = None
+    discrete_actions: Tokens = None
+    discrete_action_masks: TokenMask = None
     # True at frames before the episode's first.
-    obs_history_is_pad: NotRequired[Annotated[Array, Axes("B T", "bool")]]
-    actions_is_pad: NotRequired[Annotated[Array, Axes("B J", "bool")]]
-    real_action_dim: NotRequired[Annotated[Array, Axes("B", "int64")]]
+    obs_history_is_pad: Annotated[Array, Axes("B T", "bool")] = None
+    actions_is_pad: Annotated[Array, Axes("B J", "bool")] = None
+    real_action_dim: Annotated[Array, Axes("B", "int64")] = None
     # Drawn for the flow: see `paddle_vl.families.policy.demonstrations.sample`.
-    noise: NotRequired[Annotated[Array, Axes("B J A", "float32")]]
-    time: NotRequired[Annotated[Array, Axes("B", "float32")]]
-    delay: NotRequired[Annotated[Array, Axes("B", "int64")]]
+    noise: Annotated[Array, Axes("B J A", "float32")] = None
+    time: Annotated[Array, Axes("B", "float32")] = None
+    delay: Annotated[Array, Axes("B", "int64")] = None
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class PlannerBatch(PromptBatch):
     """What `PolicyCollator` makes for `PI07HighLevelPlannerModel`."""
 
     # One of each camera, in [-1, 1]. For the vision tower.
-    images: list[Annotated[Array, Axes("B C H W", "float32")]]
-    img_masks: list[ImageMask]
+    images: list[Annotated[Array, Axes("B C H W", "float32")]] | None = None
+    img_masks: list[ImageMask] | None = None
     # Read and written by the planner, as its response is. For the loss.
-    memory_tokens: Tokens
-    memory_masks: TokenMask
-    # Divisors of the losses: token slots that have a token before them.
-    num_memory_slots: int
-    num_response_slots: int
-    # Slots of a text that predict a token, and these tokens. From `PolicyBatchAdapter.prepared`.
-    memory_target_rows: NotRequired[Annotated[Array, Axes("2 N", "int64")]]
-    response_target_rows: NotRequired[Annotated[Array, Axes("2 N", "int64")]]
+    memory_tokens: Tokens = None
+    memory_masks: TokenMask = None
+    # Slots of a text that predict a token, and these tokens.
+    memory_target_rows: Annotated[Array, Axes("2 N", "int64")] = None
+    response_target_rows: Annotated[Array, Axes("2 N", "int64")] = None
 
 
 def as_arrays(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -432,23 +433,63 @@ class PlannerInputs:
 
 
 class PolicyCollator:
-    """Samples to a model's inputs, with the draws of the flow and the divisors of the losses."""
+    """Samples to a complete batch of a model, with the draws of the flow.
 
-    def __init__(self, inputs: PolicyInputs | PlannerInputs):
-        self.inputs = inputs
+    Args:
+        agrees_on_presence: whether ranks lay out the optional fields that any of them has.
+        on_host: fields that are not copied to the device.
+    """
+
+    def __init__(
+        self,
+        inputs: PolicyInputs | PlannerInputs,
+        agrees_on_presence: bool = False,
+        on_host: Sequence[str] = (),
+    ):
+        self.inputs, self.agrees_on_presence = inputs, agrees_on_presence
+        self.on_host = (*on_host, "other_lanes")
 
     def __call__(self, samples: Sequence[dict[str, Any]]) -> PolicyBatch | PlannerBatch:
         raw = collate_demonstrations(samples)
-        batch = self.inputs.training_inputs(raw)
+        fields = self.inputs.training_inputs(raw)
+        kind, config = PolicyBatch, self.inputs.config
         if isinstance(self.inputs, PlannerInputs):
-            for name in ("memory", "response"):
-                # The first token of a text is not predicted.
-                batch[f"num_{name}_slots"] = batch[f"{name}_tokens"][:, 1:].size
-            return cast(PlannerBatch, batch)
-        batch |= {name: raw[name] for name in DRAWN if name in raw}
-        batch["num_flow_values"] = num_flow_values(batch, self.inputs.config.max_action_dim)
-        batch["num_action_slots"] = batch["discrete_actions"].size
-        return cast(PolicyBatch, batch)
+            kind = PlannerBatch
+            fields |= planner_targets(fields)
+            # The first token of a text is not predicted.
+            counts = [fields[f"{name}_tokens"][:, 1:].size for name in ("memory", "response")]
+        else:
+            fields |= {name: raw[name] for name in DRAWN if name in raw}
+            actions = fields["discrete_actions"].size
+            counts = [num_flow_values(fields, config.max_action_dim), actions]
+        presence = fields_present(fields)
+        return kind(
+            **fields,
+            presence=None if self.agrees_on_presence else presence,
+            counts=tuple(counts),
+            optional_branches=presence if self.agrees_on_presence else (),
+            num_samples=len(fields["lang_tokens"]),
+            on_host=self.on_host,
+        )
+
+
+def planner_targets(fields: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The token slots of the planner's texts that have a target."""
+    found = {}
+    for text in ("memory", "response"):
+        # Each token predicts the next.
+        tokens_BL, masks_BL = fields[f"{text}_tokens"], fields[f"{text}_masks"]
+        targets_BL = np.where(masks_BL, tokens_BL, IGNORE_INDEX)[:, 1:]
+        found[f"{text}_target_rows"] = target_rows(targets_BL.reshape(-1))
+    return found
+
+
+def fields_present(fields: Mapping[str, Any]) -> tuple[bool, bool, bool]:
+    """Whether any sample has a real token of a response and of metadata, and a goal image."""
+    masks = (fields.get("response_masks"), fields.get("metadata_masks"))
+    goals = fields.get("subgoal_img_masks") or ()
+    response, metadata = (mask is not None and bool(mask.any()) for mask in masks)
+    return response, metadata, any(bool(mask.any()) for mask in goals)
 
 
 def num_flow_values(batch: dict[str, Any], max_action_dim: int) -> int:

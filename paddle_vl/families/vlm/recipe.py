@@ -1,5 +1,6 @@
 """A run of a vision-language family: see `paddle_vl.families.base.Family`."""
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
@@ -169,8 +170,7 @@ class VLRecipe(Family):
                 model.load_adapter(self.checkpoint)
         own = model.generation_config or GenerationConfig()
         model.generation_config = own.with_ends_of(self.processor.generation_config)
-        factor = self.config.parallel.expert_capacity_factor
-        adapter = self.adapter_class(factor)
+        adapter = self.adapter_class()
         if self.answers is not None:
             adapter = PreferenceAdapter(adapter, self.answers.loss)
         return BuiltModel(
@@ -238,7 +238,10 @@ class VLRecipe(Family):
         return loader
 
     def _prepared(self, collator: Any) -> PreparedCollator:
-        return PreparedCollator(collator, self.model_config.vision_config)
+        vision = self.model_config.vision_config
+        if self.answers is not None:
+            return self.answers.prepared(collator, vision)
+        return PreparedCollator(collator, vision)
 
     def _divide(self, loader: PrefetchLoader | CorpusLoader) -> None:
         """What of its lane's batches this rank takes."""
@@ -250,7 +253,8 @@ class VLRecipe(Family):
         context, part, expert_part = self._ops.context, self._ops.row_part, self._ops.expert_part
         ops, vision = self._ops if self._has_tower else None, self.model_config.vision_config
         divides = is_plain and (self._ops.spreads_vision or not self._has_tower)
-        if context.size == part.size == 1 and not divides:
+        factor = self.config.parallel.expert_capacity_factor
+        if context.size == part.size == 1 and not divides and factor is None:
             return None
 
         def of_rank(batch: Any) -> Any:
@@ -260,6 +264,9 @@ class VLRecipe(Family):
                 batch = sliced(batch, context)
             if part.size > 1:
                 batch = own_indices(batch, part, expert_part)
+            if factor is not None and batch.real_row_indices is not None:
+                rows = math.ceil(factor * len(batch.real_row_indices))
+                batch = batch | {"expert_rows": rows}
             return with_own_pixels(batch, vision, ops) if divides and not is_prompt else batch
 
         return of_rank

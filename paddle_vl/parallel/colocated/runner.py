@@ -164,7 +164,6 @@ class ColocatedRunner(PipelineRunner):
         assert self._leaves is not None
         # An evaluation repeats its last batch to fill some schedules.
         micro_batch = min(micro_batch, len(self._leaves.rows_of_batch) - 1)
-        batch = {name: value for name, value in batch.items() if name != OTHER_LANES}
         sections = self._leaves.sections(micro_batch, self._sections[number])
         return self.encoder.language_batch(batch, sections)
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from paddle_vl.batch.schema import Batch
+from paddle_vl.batch.schema import HostBatch
 
 # Spare capacity of a buffer, as batches differ in length.
 _SPARE = 1 / 8
@@ -79,14 +79,11 @@ class DeviceCopies:
         self._copied: Any = None
         self._pinned: list[tuple[Any, list[Any]]] = []
 
-    def start(self, batches: Sequence[Batch], is_for_device: Callable[[str], bool]) -> list[Batch]:
+    def start(self, batches: Sequence[HostBatch]) -> list[HostBatch]:
         """Start to copy the batches of the next step; the previous step has been launched.
 
-        Args:
-            is_for_device: whether the entry of a name, an array or a list of arrays, is copied.
-
         Returns:
-            The batches with tensors instead of these entries. Call `wait` before a kernel uses
+            The batches with tensors in place of arrays. Call `wait` before a kernel uses
             them; they are valid until the batches of the next step but one are copied.
         """
         device = self._device
@@ -94,11 +91,7 @@ class DeviceCopies:
         buffers = self._sets[0]
         pairs, new_buffers = [], []
 
-        def placed(key: tuple, value: Any) -> Any:
-            if isinstance(value, list):
-                return [placed((*key, i), entry) for i, entry in enumerate(value)]
-            if not isinstance(value, np.ndarray):
-                return value
+        def place(key: tuple, value: np.ndarray) -> Any:
             dtype = str(value.dtype)
             if value.size == 0:
                 return device.empty(value.shape, dtype)
@@ -111,13 +104,7 @@ class DeviceCopies:
             pairs.append((device.pinned(value), buffer))
             return buffer
 
-        tensors: list[Any] = [
-            {
-                name: placed((number, name), value) if is_for_device(name) else value
-                for name, value in batch.items()
-            }
-            for number, batch in enumerate(batches)
-        ]
+        tensors = [batch.placed(place, number) for number, batch in enumerate(batches)]
         if new_buffers:
             device.copies.wait_event(device.compute.record_event())
         elif buffers.is_read is not None:

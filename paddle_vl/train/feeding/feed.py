@@ -1,4 +1,4 @@
-"""Feeds a training step with its micro-batches: counted, as tensors, prefetched to a GPU.
+"""Feeds a training step with its micro-batches as tensors, prefetched to a GPU.
 
 Also warns about long waits for data while they last (`warning_of_wait`).
 """
@@ -8,19 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import paddle
 
-from paddle_vl.batch.schema import Batch
+from paddle_vl.batch.schema import Batch, HostBatch
 from paddle_vl.data.prefetch import PrefetchingLoader
-from paddle_vl.nn.objective import BatchAdapter
 from paddle_vl.threads import Watch
 from paddle_vl.train.feeding.device_copies import DeviceCopies
 from paddle_vl.train.phases import Phase, phase
-from paddle_vl.train.step import MicroBatch, counted
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +44,13 @@ class FedStep(NamedTuple):
     """The micro-batches of a step.
 
     Attributes:
-        micro_batches: counted. Their arrays are tensors on the device; with `DeviceCopies` valid
-            until the next step but one is requested.
+        micro_batches: on the device; with `DeviceCopies` valid until the next step but one is
+            requested.
         place: data position after these micro-batches, however many were prefetched.
         data_wait_s: seconds that the step waited for them.
     """
 
-    micro_batches: Sequence[MicroBatch]
+    micro_batches: Sequence[HostBatch]
     place: DataPlace
     data_wait_s: float
 
@@ -79,7 +75,6 @@ class BatchFeed:
     def __init__(
         self,
         data: PrefetchingLoader,
-        adapter: BatchAdapter,
         num_micro_batches: int,
         num_steps: int | None,
         *,
@@ -87,7 +82,7 @@ class BatchFeed:
         copies: DeviceCopies | None = None,
         count_flops: Callable[[Batch], int] | None = None,
     ):
-        self._data, self._adapter = data, adapter
+        self._data = data
         self._num_micro_batches, self._num_steps = num_micro_batches, num_steps
         self._copies, self._count_flops = copies, count_flops
         self._wait_warning_s = wait_warning_s
@@ -123,7 +118,7 @@ class BatchFeed:
         if self._copies is not None:
             self.upcoming()
 
-    def upcoming(self) -> list[Batch]:
+    def upcoming(self) -> Sequence[Batch]:
         """The batches of the next step, fetched now, after the running step's forward and backward
         passes were launched. Empty after the last step, and where the data raised: `next_step`
         raises that."""
@@ -134,9 +129,7 @@ class BatchFeed:
             except Exception as error:
                 # Raised by `next_step`: reports and checkpoints of the running step come first.
                 self._next = error
-        if not isinstance(self._next, FedStep):
-            return []
-        return [micro_batch.batch for micro_batch in self._next.micro_batches]
+        return self._next.micro_batches if isinstance(self._next, FedStep) else []
 
     def close(self) -> None:
         """Stop loader and copies; prefetched micro-batches are dropped."""
@@ -146,7 +139,7 @@ class BatchFeed:
             self._copies.close()
 
     def _fetch(self, is_ahead: bool) -> FedStep:
-        copies, adapter = self._copies, self._adapter
+        copies, flops = self._copies, self._count_flops
         if copies is not None and self.steps_fed:
             copies.launched()
         begin = time.perf_counter()
@@ -161,28 +154,17 @@ class BatchFeed:
             # The device was busy throughout, so the wait delayed nothing.
             wait_s = 0.0
         place = DataPlace.of(self._data)
-        micro_batches = [counted(batch, adapter, self._count_flops) for batch in batches]
+        if flops is not None:
+            batches = [batch | {"flops": flops(batch)} for batch in batches]
         # Nothing refers to the arrays after this, so a CPU has their memory for the step.
-        batches = [micro_batch.batch for micro_batch in micro_batches]
         with phase(Phase.HOST_TO_DEVICE):
             if copies is None:
-                on_device = [_as_tensors(batch, adapter) for batch in batches]
+                batches = [
+                    batch.placed(lambda _, array: paddle.to_tensor(array)) for batch in batches
+                ]
             else:
-                on_device = copies.start(batches, adapter.is_for_device)
-        micro_batches = [
-            replace(micro_batch, batch=batch)
-            for micro_batch, batch in zip(micro_batches, on_device, strict=True)
-        ]
-        return FedStep(micro_batches, place, wait_s)
-
-
-def _as_tensors(batch: Batch, adapter: BatchAdapter) -> Any:
-    def made(value: Any) -> Any:
-        if isinstance(value, list):
-            return [made(entry) for entry in value]
-        return paddle.to_tensor(value) if isinstance(value, np.ndarray) else value
-
-    return {n: made(value) if adapter.is_for_device(n) else value for n, value in batch.items()}
+                batches = copies.start(batches)
+        return FedStep(batches, place, wait_s)
 
 
 @contextmanager

@@ -50,6 +50,7 @@ import paddle
 from paddle import Tensor
 from pydantic import Field
 
+from paddle_vl.batch.schema import HostBatch
 from paddle_vl.families.base import MeanLosses, Measure
 from paddle_vl.files.stored_settings import Count, Listed, Number, checked, read_section
 from paddle_vl.files.text_file import shown
@@ -57,7 +58,7 @@ from paddle_vl.nn.objective import Loss, weighted_loss
 from paddle_vl.train.checkpoint import complete_checkpoints
 from paddle_vl.train.reporting.rank_tokens import token_entries
 from paddle_vl.train.reporting.reporter import OwnValues
-from paddle_vl.train.step import MicroBatch, StepOutcome
+from paddle_vl.train.step import StepOutcome
 
 logger = logging.getLogger(__name__)
 # Values of all ranks by name, see `paddle_vl.train.reporting.reporter.by_rank`.
@@ -111,7 +112,7 @@ class StepMeter:
     def add(
         self,
         outcome: StepOutcome,
-        micro_batches: Sequence[MicroBatch],
+        micro_batches: Sequence[HostBatch],
         seconds: float,
         data_wait_s: float = 0.0,
     ) -> None:

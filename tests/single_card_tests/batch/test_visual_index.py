@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paddle.static import InputSpec
 
+from paddle_vl.batch.schema import VLBatch
 from paddle_vl.batch.visual_index import (
     RowPart,
     check_visual_counts,
@@ -18,6 +19,7 @@ from paddle_vl.batch.visual_index import (
     host_visual_indices,
     own_indices,
 )
+from paddle_vl.families.vlm.inputs.preference import PreferenceBatch
 from paddle_vl.nn.transfer import true_positions
 from paddle_vl.testing import forbid_host_reads
 from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, token_rows
@@ -192,13 +194,14 @@ def test_the_ranks_together_take_every_embedding_once(size, layout):
         for part in parts
     ]
     if layout == "token_rows":
-        batch = {"input_ids": ids_BL} | host_visual_indices(ids_BL, **counts_of(ids_BL), **IDS)
-        batch["real_row_indices"] = np.flatnonzero(ids_BL)
-        batch["other"] = {**batch}
+        indices = host_visual_indices(ids_BL, **counts_of(ids_BL), **IDS)
+        within = VLBatch(input_ids=ids_BL, real_row_indices=np.flatnonzero(ids_BL), **indices)
+        batch = PreferenceBatch(**within, mismatched_answers=within)
         for part, wanted in zip(parts, found, strict=True):
             own = own_indices(batch, part)
             for name in ("visual_update_indices", "visual_gather_indices"):
-                assert own[name].tolist() == own["other"][name].tolist() == wanted[name].tolist()
+                both = own[name].tolist(), own.mismatched_answers[name].tolist()
+                assert both == (wanted[name].tolist(),) * 2
             # Experts take all rows of the batch, or those of a part.
             assert own["real_row_indices"].tolist() == batch["real_row_indices"].tolist()
             start, stop = part.bounds(ids_BL.size)

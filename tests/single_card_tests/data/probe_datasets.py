@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
+from paddle_vl.batch.schema import VLBatch
 from paddle_vl.data.jsonl import BadSampleError
 
 
@@ -85,10 +86,10 @@ def stack_numbers(samples: list) -> dict:
     return {"numbers": np.concatenate([sample["number"] for sample in samples]).tolist()}
 
 
-def token_rows(samples: list) -> dict:
+def token_rows(samples: list) -> VLBatch:
     """Collator of countable batches: each number is a token."""
     ids = np.stack([sample["number"] for sample in samples])
-    return {"input_ids": ids, "attention_mask": np.ones_like(ids), "num_target_tokens": 1}
+    return VLBatch(input_ids=ids, counts=(1,))
 
 
 def die_halfway(dataset: NumberDataset, collator: object) -> bytes:

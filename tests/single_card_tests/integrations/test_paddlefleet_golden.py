@@ -36,7 +36,7 @@ FAMILIES: dict[str, tuple[Any, list[str]]] = {
 
 
 # Outputs of the embedding that the comparison takes.
-RECORDED = ("visual_pos_masks", "deepstack_visual_emb")
+RECORDED = ("visual_update_indices", "deepstack_visual_emb")
 
 
 class _WithinALayer:
@@ -85,13 +85,25 @@ def dropped_in(published: type) -> Iterator[list[str]]:
     made: dict[int, Any] = {}
     ran: list[str] = []
 
-    def forward(self, dict_args):
+    def forward(self, batch, features=None):
         first, layers = made.setdefault(id(self), in_paddlefleet(self, published))
-        outputs = first(dict(dict_args))
+        inputs = own.decoder_inputs(self.config, self.placement.ops, batch)
+        dict_args = inputs | {"input_ids": batch.input_ids}
+        if features is not None:
+            # The features of images come before those of videos.
+            ids = (self.config.image_token_id, self.config.video_token_id)
+            counts = [int((batch.input_ids == token_id).sum()) for token_id in ids]
+            for kind, rows in zip(("image", "video"), counts, strict=True):
+                begin = counts[0] if kind == "video" else 0
+                merged, *levels = (
+                    x[begin : begin + rows] for x in (features.merged, *features.levels)
+                )
+                if rows:
+                    dict_args |= {f"{kind}_embeds": merged, f"deepstack_{kind}_embeds": levels}
+        outputs = first(dict_args)
         flat = outputs["hidden_states"].reshape([-1, self.text.hidden_size])
-        recorded = {key: outputs[key] for key in RECORDED if key in outputs}
-        rest = own.decoder_positions(self.config, dict_args) | recorded
-        return rest | {"hidden_states": flat, "in_paddlefleet": (layers, outputs)}
+        recorded = {key: outputs[key] for key in RECORDED if outputs.get(key) is not None}
+        return inputs | recorded | {"hidden_states": flat, "in_paddlefleet": (layers, outputs)}
 
     def run(self, inputs, caches=None, balance=None):
         layers, outputs = inputs["in_paddlefleet"]

@@ -8,13 +8,15 @@ import pytest
 
 from paddle_vl.batch.positions import target_rows
 from paddle_vl.batch.rows import IGNORE_INDEX
-from paddle_vl.families.vlm.inputs.collate import prepared, with_target_rows
-from paddle_vl.families.vlm.training.objective import VLBatchAdapter, empty_batch
+from paddle_vl.families.vlm.inputs.collate import prepared
+from paddle_vl.families.vlm.modeling.call_arguments import called_batch
+from paddle_vl.families.vlm.training.objective import empty_batch
 from paddle_vl.nn import head_loss, placement
 from paddle_vl.nn.head_loss import TargetRows, summed_cross_entropy
 from paddle_vl.nn.linear import VocabHead
 from paddle_vl.nn.lora import LowRankSettings
 from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.transfer import on_device
 from paddle_vl.testing import (
     assert_equals_single_device,
     emulated_bfloat16,
@@ -186,8 +188,8 @@ def test_dropout_is_drawn_alike_for_any_number_of_chunks(monkeypatch):
 
 
 def test_a_batch_without_targets_has_zero_loss_and_zero_gradients():
-    model, adapter = tiny_model(), VLBatchAdapter()
-    output = adapter.forward(model, adapter.to_device(empty_batch(6)))
+    model = tiny_model()
+    output = model(on_device(prepared(empty_batch(6))))
     output.loss.backward()
     assert output.loss.item() == 0.0
     gradients = [p.grad for p in model.language_model.parameters()] + [model.lm_head.weight.grad]
@@ -206,7 +208,7 @@ def test_a_model_has_the_gradients_of_its_labels(changes, has_weights, monkeypat
         rng = np.random.default_rng(1)
         batch["loss_weights"] = rng.random(batch["labels"].shape).astype("float32")
     found = []
-    for given in (batch, VLBatchAdapter().to_device(batch)):
+    for given in (batch, prepared(batch)):
         model = tiny_qwen3_vl(SingleDevicePlacement(), **changes)
         vocab = model.config.text_config.vocab_size
         monkeypatch.setattr(head_loss, "CHUNK_LOGITS", 4 * vocab)
@@ -221,7 +223,7 @@ def test_a_model_has_the_gradients_of_its_labels(changes, has_weights, monkeypat
 
 
 def step(model):
-    return model(**with_target_rows(BATCH))
+    return model(**prepared(BATCH))
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
@@ -252,19 +254,19 @@ def test_ranks_issue_the_same_collectives_for_the_same_rows(monkeypatch):
         calls = run_ranks(on_rank, 2).results
         assert first_difference(calls) is None
         numbers.append(len(calls[0]))
-    num_targets = with_target_rows(BATCH)["target_rows"].shape[1]
+    num_targets = prepared(BATCH)["target_rows"].shape[1]
     assert numbers[1] - numbers[0] == 3 * (-(-num_targets // 4) - 1) > 0
 
 
 def test_the_rows_are_known_without_reading_the_device():
-    model, adapter = tiny_model(), VLBatchAdapter()
+    model = tiny_model()
     batch = dict(BATCH)
     batch["position_ids"], _ = model.position_ids(
         *(batch[name] for name in ("input_ids", "attention_mask", "image_grid_thw")),
         batch["video_grid_thw"],
     )
     batch["has_left_padding"] = False
-    on_device = adapter.to_device(prepared(batch))
+    there = called_batch(model.config, model.placement.ops, **prepared(batch))
     with record_host_reads() as reads:
-        adapter.forward(model, on_device).loss.backward()
+        model(there).loss.backward()
     assert [place for place in reads if "nn/attention_masks.py" not in place] == []

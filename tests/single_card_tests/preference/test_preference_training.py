@@ -14,9 +14,9 @@ import yaml
 from paddle_vl.cli.main import main
 from paddle_vl.config.load import load_run_config
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.families.vlm.inputs.collate import VLCollator
-from paddle_vl.families.vlm.inputs.preference import PreferenceCollator
-from paddle_vl.families.vlm.preference.objective import BASELINE, PreferenceLoss
+from paddle_vl.families.vlm.inputs.collate import VLCollator, prepared
+from paddle_vl.families.vlm.inputs.preference import PreferenceBatch, PreferenceCollator
+from paddle_vl.families.vlm.preference.objective import PreferenceLoss
 from paddle_vl.families.vlm.preference.settings import PreferenceConfig
 from paddle_vl.families.vlm.settings import VLRun
 from paddle_vl.nn import head_loss
@@ -64,14 +64,17 @@ def test_an_answer_alone_in_its_micro_batch_gives_no_baseline():
     collator = PreferenceCollator(VLCollator(0, 1, 2), True, False, True)
     row = {"input_ids": np.array([5, 6]), "labels": np.array([-100, 6])}
     samples = [{**row, "is_chosen": np.asarray(True)}] * 2
-    pair, single, none = (collator([own]) for own in (samples, samples[:1], []))
-    assert [each["num_with_other"] for each in (pair, single, none)] == [2, 0, 0]
+    pair, single, none = (
+        prepared(collator([own]), None, ["num_with_other"], PreferenceBatch)
+        for own in (samples, samples[:1], [])
+    )
+    assert [each.counts for each in (pair, single, none)] == [(2,), (0,), (0,)]
     own = [paddle.to_tensor(values) for values in ([3.0, 4.0], [9.0], [0.0, 0.0])]
     reference = [paddle.zeros_like(values) for values in own] * 2
 
     def baselines(summed):
         found = loss.compared([pair, single, none], reference, own, summed)
-        return [float(each[BASELINE]) for each in found]
+        return [float(each.kto_baseline) for each in found]
 
     assert baselines(None) == [3.5, 0, 0]
     assert baselines(lambda total: total) == [3.5] * 3

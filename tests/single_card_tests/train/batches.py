@@ -5,8 +5,10 @@ import paddle
 from paddle.base.framework import EagerParamBase
 
 from paddle_vl.batch.positions import mrope_position_ids
+from paddle_vl.batch.schema import VLBatch
 from paddle_vl.batch.visual_index import host_visual_indices
 from paddle_vl.config.schema import TrainConfig
+from paddle_vl.families.vlm.inputs.collate import prepared
 from paddle_vl.families.vlm.settings import PARTS
 from paddle_vl.families.vlm.training.objective import VLBatchAdapter, VLLoss
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
@@ -19,10 +21,15 @@ from paddle_vl.train.freeze import (
     trained_names,
 )
 from paddle_vl.train.optimizer import Optimizer
-from paddle_vl.train.step import MicroBatch, ModelRunner, StepOutcome, StepTotals, counted
+from paddle_vl.train.step import ModelRunner, StepOutcome, StepTotals
 
 
-def image_batch(texts: list[list[int]], prompt_lengths: list[int], seed: int = 0) -> dict:
+def image_batch(texts: list[list[int]], prompt_lengths: list[int], seed: int = 0) -> VLBatch:
+    """`image_fields` as a worker completes them."""
+    return prepared(image_fields(texts, prompt_lengths, seed))
+
+
+def image_fields(texts: list[list[int]], prompt_lengths: list[int], seed: int = 0) -> dict:
     """One image of 4 tokens before every text; labels start after `prompt_lengths` text tokens."""
     ids = {"image_token_id": IMAGE, "video_token_id": VIDEO}
     rows = [[VISION_START, ("image", 4), VISION_END, *text] for text in texts]
@@ -49,14 +56,14 @@ def image_batch(texts: list[list[int]], prompt_lengths: list[int], seed: int = 0
     }
 
 
-def split_batch(texts: list[list[int]], prompt_lengths: list[int]) -> list[dict]:
+def split_batch(texts: list[list[int]], prompt_lengths: list[int]) -> list[VLBatch]:
     """The samples of `image_batch` as micro-batches of one sample with the same pixels."""
     whole = image_batch(texts, prompt_lengths)
     parts = []
     for i in range(len(texts)):
         part = image_batch(texts[i : i + 1], prompt_lengths[i : i + 1])
-        part["pixel_values"] = whole["pixel_values"][16 * i : 16 * (i + 1)]
-        parts.append(part)
+        pixels = whole.pixel_values[16 * i : 16 * (i + 1)]
+        parts.append(part | {"pixel_values": pixels})
     return parts
 
 
@@ -65,11 +72,6 @@ def count_calls(layer) -> list:
     calls = []
     layer.register_forward_pre_hook(lambda *_: calls.append(1))
     return calls
-
-
-def micro_batches(*batches: dict) -> list[MicroBatch]:
-    """Batches of a language model in the form that a step takes."""
-    return [counted(batch, VLBatchAdapter()) for batch in batches]
 
 
 def vl_runner(model, ranks: SingleRank = ONE_RANK) -> ModelRunner:

@@ -15,7 +15,6 @@ import pytest
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.families.vlm.inputs.collate import prepared
-from paddle_vl.families.vlm.training.objective import VLBatchAdapter
 from paddle_vl.nn.transfer import rows_in_order
 from paddle_vl.testing import (
     record_device_copies,
@@ -91,8 +90,7 @@ def test_ranks_that_divide_the_towers_work_copy_nothing_for_it(family):
             (losses["MSE"] + losses["CE"]).backward()
             return
         vision = tiny_qwen3_vl_config().vision_config
-        batch = VLBatchAdapter().to_device(prepared(tiny_qwen3_vl_batch(), vision))
-        tiny_qwen3_vl(placement)(**batch).loss.backward()
+        tiny_qwen3_vl(placement)(**prepared(tiny_qwen3_vl_batch(), vision)).loss.backward()
 
     with record_device_copies() as copies:
         run_ranks(step, 2)

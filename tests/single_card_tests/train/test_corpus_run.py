@@ -49,7 +49,7 @@ def test_rows_are_full_and_hold_all_sources(run_file, tmp_path):
     batches = [next(trainer.data) for _ in range(8)]
     assert all(batch["input_ids"].shape == (2, 192) for batch in batches)
     assert np.mean([batch["attention_mask"].mean() for batch in batches]) > 0.99
-    assert (sum(batch["source_tokens"] for batch in batches) > 0).all()
+    assert (np.sum([batch.source_tokens for batch in batches], axis=0) > 0).all()
     visual = [np.isin(batch["input_ids"], range(277, 280)).sum(axis=1) for batch in batches]
     assert 0 < np.max(visual) <= 40
 

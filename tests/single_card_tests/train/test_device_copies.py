@@ -2,18 +2,35 @@
 
 import gc
 import weakref
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import paddle
 import pytest
 
+from paddle_vl.batch.schema import HostBatch
 from paddle_vl.train.feeding.device_copies import DeviceCopies, device_copies
 from tests.single_card_tests.train.fake_device import FakeDevice
 
 
-def step(copies: DeviceCopies, *batches: dict) -> list[dict]:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Fields(HostBatch):
+    a: Any = None
+    b: Any = None
+    videos: Any = None
+    masks: Any = None
+    none: Any = None
+    pixels: Any = None
+    grid: Any = None
+    count: Any = None
+    note: Any = None
+    on_host: tuple[str, ...] = ("grid",)
+
+
+def step(copies: DeviceCopies, *batches: Fields) -> list[Fields]:
     """One step as a feed runs it: fetch, use, launch."""
-    made = copies.start(batches, lambda name: True)
+    made = copies.start(batches)
     copies.wait()
     copies.launched()
     return made
@@ -26,7 +43,7 @@ def numbers(size: int, first: int = 0) -> np.ndarray:
 def test_a_step_is_pinned_copied_and_waited_for_by_the_computing_stream():
     device = FakeDevice()
     copies = DeviceCopies(device)
-    (batch,) = copies.start([{"a": numbers(3), "b": numbers(2)}], lambda name: True)
+    (batch,) = copies.start([Fields(a=numbers(3), b=numbers(2))])
     assert device.log == [
         "empty", "pin", "empty", "pin",
         # The memory is new: its earlier uses were launched before.
@@ -44,10 +61,10 @@ def test_a_step_is_pinned_copied_and_waited_for_by_the_computing_stream():
 def test_buffers_have_two_turns_each_behind_the_step_that_had_it():
     device = FakeDevice()
     copies = DeviceCopies(device)
-    first, second = (step(copies, {"a": numbers(4, i)})[0]["a"] for i in range(2))
+    first, second = (step(copies, Fields(a=numbers(4, i)))[0]["a"] for i in range(2))
     launched = [event.name for event in device.compute.events]
     device.log.clear()
-    third = copies.start([{"a": numbers(4, 2)}], lambda name: True)[0]["a"]
+    third = copies.start([Fields(a=numbers(4, 2))])[0]["a"]
     # Two of the four events are for new memory; the first step was launched before the second
     # event.
     assert launched == ["compute 0", "compute 1", "compute 2", "compute 3"]
@@ -57,7 +74,7 @@ def test_buffers_have_two_turns_each_behind_the_step_that_had_it():
     copies.wait()
     copies.launched()
     device.log.clear()
-    copies.start([{"a": numbers(4, 3)}], lambda name: True)
+    copies.start([Fields(a=numbers(4, 3))])
     assert device.log[1] == "copies waits for compute 3"
 
 
@@ -66,7 +83,7 @@ def test_other_lengths_use_the_memory_there_is_until_it_is_too_small():
     copies = DeviceCopies(device)
     pointers = []
     for size in (8, 8, 6, 9, 10):
-        (batch,) = step(copies, {"a": numbers(2 * size).reshape([2, size])})
+        (batch,) = step(copies, Fields(a=numbers(2 * size).reshape([2, size])))
         assert batch["a"].tolist() == numbers(2 * size).reshape([2, size]).tolist()
         pointers.append(batch["a"].data_ptr())
         if size == 6:
@@ -93,12 +110,12 @@ def test_pinned_memory_is_held_until_it_was_read():
 
     device.pinned = pinned
     copies = DeviceCopies(device)
-    step(copies, {"a": numbers(3)})
-    step(copies, {"a": numbers(3)})
+    step(copies, Fields(a=numbers(3)))
+    step(copies, Fields(a=numbers(3)))
     gc.collect()
     assert held[0]() is not None
     device.copies.events[0].has_happened = True
-    step(copies, {"a": numbers(3)})
+    step(copies, Fields(a=numbers(3)))
     gc.collect()
     assert [ref() is None for ref in held] == [True, False, False]
     copies.close()
@@ -111,8 +128,8 @@ def test_lists_empty_arrays_types_and_micro_batches_are_kept_apart():
     device = FakeDevice()
     copies = DeviceCopies(device)
     batches = [
-        {"videos": [np.full([2, 2], i, "float32"), np.full([3], i, "float32")],
-         "masks": np.array([True, False]), "none": np.zeros([0, 4], "int64")}
+        Fields(videos=[np.full([2, 2], i, "float32"), np.full([3], i, "float32")],
+               masks=np.array([True, False]), none=np.zeros([0, 4], "int64"))
         for i in range(2)
     ]  # fmt: skip
     made = step(copies, *batches)
@@ -122,15 +139,15 @@ def test_lists_empty_arrays_types_and_micro_batches_are_kept_apart():
         assert batch["masks"].tolist() == [True, False]
         assert (batch["none"].shape, batch["none"].dtype) == ([0, 4], paddle.int64)
     # What stays on the host is not touched.
-    host = {"pixels": numbers(2), "grid": numbers(3), "count": 7, "absent": None, "note": (True,)}
-    (kept,) = copies.start([host], lambda name: name != "grid")
+    host = Fields(pixels=numbers(2), grid=numbers(3), count=7, note=(True,))
+    (kept,) = copies.start([host])
     copies.wait()
     copies.launched()
     assert kept["pixels"].tolist() == [0, 1]
     assert list(kept) == list(host)
     assert all(kept[name] is host[name] for name in host if name != "pixels")
     # The dtype of an entry may change, as with a dataset that stores smaller numbers.
-    (later,) = step(copies, {"videos": [np.full([2], 9, "int64")]})
+    (later,) = step(copies, Fields(videos=[np.full([2], 9, "int64")]))
     assert later["videos"][0].tolist() == [9, 9]
 
 

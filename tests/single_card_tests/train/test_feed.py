@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from paddle_vl.batch.schema import VLBatch
 from paddle_vl.config.load import load_run_config
 from paddle_vl.data.loader import PrefetchLoader
-from paddle_vl.families.vlm.training.objective import VLBatchAdapter
 from paddle_vl.train import trainer as trainer_module
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.feeding import feed
@@ -44,14 +44,14 @@ class Numbers:
     def __len__(self) -> int:
         return 5
 
-    def __next__(self) -> dict:
+    def __next__(self) -> VLBatch:
         number, self.taken = self.taken, self.taken + 1
         if self.clock is not None:
             self.clock.now += 1.0
         if number == self.bad:
             raise ValueError("a bad batch")
         ids = np.full([1, 2], number)
-        return {"input_ids": ids, "attention_mask": np.ones_like(ids), "num_target_tokens": number}
+        return VLBatch(input_ids=ids, counts=(number,))
 
     def state_dict(self) -> dict:
         return {"taken": self.taken}
@@ -68,11 +68,11 @@ class Numbers:
 
 def fed_from(data, num_steps: int = 4, device: FakeDevice | None = None, **options) -> BatchFeed:
     copies = None if device is None else DeviceCopies(device)
-    return BatchFeed(data, VLBatchAdapter(), 2, num_steps, copies=copies, **options)
+    return BatchFeed(data, 2, num_steps, copies=copies, **options)
 
 
 def numbers_of(step: feed.FedStep) -> list[int]:
-    return [int(micro.batch["input_ids"][0, 0]) for micro in step.micro_batches]
+    return [int(micro.input_ids[0, 0]) for micro in step.micro_batches]
 
 
 def test_without_copies_batches_are_fetched_on_demand():
@@ -160,7 +160,7 @@ def test_fetching_ahead_is_waiting_once_the_device_has_no_work(clock, is_done, e
     device = FakeDevice()
 
     class Slow(Numbers):
-        def __next__(self) -> dict:
+        def __next__(self) -> VLBatch:
             device.compute.events[-1].has_happened = is_done
             return super().__next__()
 
@@ -271,7 +271,7 @@ def test_a_step_on_a_cpu_keeps_no_array_that_became_a_tensor(tmp_path, run_files
             arrays.extend(
                 (name, weakref.ref(value))
                 for name, value in batch.items()
-                if isinstance(value, np.ndarray) and runner.adapter.is_for_device(name)
+                if isinstance(value, np.ndarray) and name not in batch.on_host
             )
             return batch
 

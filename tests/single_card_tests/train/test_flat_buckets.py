@@ -14,6 +14,7 @@ import pytest
 from paddle import _C_ops, profiler
 
 from paddle_vl.config.schema import TrainConfig
+from paddle_vl.families.vlm.inputs.collate import prepared
 from paddle_vl.nn import flat_buckets
 from paddle_vl.nn.flat_buckets import fill_gradient
 from paddle_vl.nn.master_weights import MasterWeights
@@ -25,7 +26,7 @@ from paddle_vl.train.step import train_step
 from tests.single_card_tests.train.batches import (
     assert_same_bits,
     image_batch,
-    micro_batches,
+    image_fields,
     optimizer_of,
     parameters_of,
     vl_runner,
@@ -37,10 +38,10 @@ from tests.support.tiny import tiny_model
 IMAGES = image_batch([[1, 2, 3, 4, 5], [6, 7, 8]], [2, 1])
 TEXT = {
     name: value
-    for name, value in image_batch([[1, 2, 3, 4, 5]], [2]).items()
+    for name, value in image_fields([[1, 2, 3, 4, 5]], [2]).items()
     if "pixel" not in name and "grid" not in name and "visual" not in name
 }
-TEXT["input_ids"] = np.where(TEXT["input_ids"] >= 60, 9, TEXT["input_ids"])
+TEXT = prepared(TEXT | {"input_ids": np.where(TEXT["input_ids"] >= 60, 9, TEXT["input_ids"])})
 
 
 def build(model, flat: bool, **settings) -> Optimizer:
@@ -68,7 +69,7 @@ def trained(flat: bool, batches, ranks=ONE_RANK, **settings):
     optimizer = build(model, flat, **settings)
     for number, batch in enumerate(batches):
         rate = 0.01 / (1 + number)
-        outcome = train_step(vl_runner(model), optimizer, micro_batches(batch), rate, ranks)
+        outcome = train_step(vl_runner(model), optimizer, [batch], rate, ranks)
         assert bool(outcome.is_good)
     return model, optimizer
 
@@ -137,7 +138,7 @@ def test_saved_state_goes_on_with_the_same_bits_in_either_form(flat_first):
     optimizer.load_state({name: saved[name] for name in saved.keys() - weights.keys()})
     assert_same_bits(state_of(target, optimizer), saved)
     for model, of_model in (source, (target, optimizer)):
-        train_step(vl_runner(model), of_model, micro_batches(IMAGES), 0.01)
+        train_step(vl_runner(model), of_model, [IMAGES], 0.01)
     assert_same_bits(state_of(target, optimizer), state_of(*source))
 
 

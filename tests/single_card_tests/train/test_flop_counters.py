@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from paddle_vl.config.load import load_run_config
+from paddle_vl.families.policy.model_inputs import PromptBatch, fields_present, planner_targets
 from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.transfer import on_device
 from paddle_vl.parallel.ranks import ONE_RANK
 from paddle_vl.train.build import placed_model, run_family
 from tests.single_card_tests.train.run_kinds import write_lora_run
@@ -21,16 +23,16 @@ pytestmark = pytest.mark.usefixtures("uncompiled")
 write_small_policy = partial(write_tiny_policy_run, num_samples=4)
 
 
-def without_padding(batch: dict) -> None:
+def without_padding(batch: PromptBatch) -> PromptBatch:
     """Mark padding as real, because the model computes both."""
-    for name in [name for name in batch if name == "presence" or name.endswith("target_rows")]:
-        del batch[name]  # Made of the masks; made again of these.
     for name, value in batch.items():
         if name.endswith("masks"):
             for mask in value if isinstance(value, list) else [value]:
                 mask[:] = True
         if name == "obs_history_is_pad":
             value[:] = False
+    made = planner_targets(batch) if "memory_masks" in batch else {}
+    return batch | {"presence": fields_present(batch), **made}
 
 
 def prepared(path: Path, *overrides: str):
@@ -63,10 +65,10 @@ def test_a_run_counts_what_it_computes(name, tmp_path, monkeypatch):
     write, settings = RUNS[name]
     family, built, counter, batch = prepared(write(tmp_path), *settings)
     if write is write_small_policy:
-        without_padding(batch)
+        batch = without_padding(batch)
     with counted_products(monkeypatch) as counts:
         adapter = built.adapter
-        output = adapter.forward(built.model, adapter.to_device(batch))
-        family.loss.share(output, adapter.counts(batch), 1)[0].backward()
+        output = adapter.forward(built.model, on_device(batch))
+        family.loss.share(output, batch.counts, 1)[0].backward()
     assert counter.forward(batch) == counts.forward
     assert counter(batch) == counts.forward + counts.backward

@@ -10,6 +10,7 @@ import numpy as np
 import paddle
 import pytest
 
+from paddle_vl.batch.schema import HostBatch
 from paddle_vl.config.load import load_run_config
 from paddle_vl.families.pi07.prefix import presence_of
 from paddle_vl.families.vlm.training.objective import VLLoss
@@ -20,12 +21,11 @@ from paddle_vl.train.build import build_trainer
 from paddle_vl.train.reporting.metrics import StepMeter
 from paddle_vl.train.reporting.reporter import by_rank, packed
 from paddle_vl.train.reporting.run_files import MetricsFile
-from paddle_vl.train.step import MicroBatch
 from tests.single_card_tests.report.run_folders import LINES, write_run
 from tests.single_card_tests.train.batches import outcome
 from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
 
-EMPTY = MicroBatch({}, (), (), 0, 0, 0)
+EMPTY = HostBatch()
 
 
 def gathered(*ranks: dict) -> dict:

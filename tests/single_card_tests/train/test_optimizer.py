@@ -21,7 +21,6 @@ from paddle_vl.train.step import train_step
 from tests.single_card_tests.train.batches import (
     assert_same_bits,
     image_batch,
-    micro_batches,
     optimizer_of,
     parameters_of,
     vl_runner,
@@ -42,7 +41,7 @@ def test_frozen_parameters_get_no_gradient_state_or_update(batch):
     model = tiny_model()
     optimizer = optimizer_of(model, ["model.visual.*", "*.layers.0.mlp.*"])
     before = model.hf_state_dict()
-    train_step(vl_runner(model), optimizer, micro_batches(batch), 0.01)
+    train_step(vl_runner(model), optimizer, [batch], 0.01)
     changed = {
         name for name, value in model.hf_state_dict().items() if (value != before[name]).any()
     }
@@ -146,7 +145,7 @@ def test_what_is_frozen_for_some_steps_begins_with_fresh_state(batch, has_bucket
             optimizer.begin_step(step)
             for parameter in filter(lambda p: p.stop_gradient and has_zeros, model.parameters()):
                 parameter.grad = paddle.zeros_like(parameter)
-            train_step(vl_runner(model), optimizer, micro_batches(batch), 0.01)
+            train_step(vl_runner(model), optimizer, [batch], 0.01)
 
     settings = {"weight_decay": 0.5, "max_grad_norm": 0.0}
     wanted = tiny_model()

@@ -5,21 +5,18 @@ The loss and the gradient have the same bits with sources and without.
 
 import json
 from collections import defaultdict
-from typing import Any
 
 import numpy as np
 import paddle
 import pytest
 import yaml
 
-from paddle_vl.batch.schema import SOURCE_TARGETS
 from paddle_vl.families.vlm.inputs.collate import (
     TokenSpan,
     VLCollator,
     prepared,
     sources_of_tokens,
     with_label_sources,
-    with_target_rows,
 )
 from paddle_vl.families.vlm.training.objective import VLLoss
 from paddle_vl.nn import head_loss
@@ -28,8 +25,7 @@ from paddle_vl.train.reporting.reporter import by_rank
 from paddle_vl.train.step import ModelRunner, StepOutcome, StepTotals, agree_on_step, leave_step
 from tests.single_card_tests.train.batches import (
     assert_same_bits,
-    image_batch,
-    micro_batches,
+    image_fields,
     vl_runner,
 )
 from tests.single_card_tests.train.corpus_run import write_corpus_run
@@ -53,7 +49,7 @@ def of_three(batch: dict) -> dict:
 @pytest.mark.parametrize("rows_per_chunk", [100, 3])
 @pytest.mark.parametrize("has_weights", [False, True], ids=["plain", "factors"])
 def test_sources_change_no_bit_of_loss_and_gradient(has_weights, rows_per_chunk, monkeypatch):
-    batch, found = image_batch(TEXTS, PROMPTS), []
+    batch, found = image_fields(TEXTS, PROMPTS), []
     if has_weights:
         weights = np.linspace(0.25, 2, batch["labels"].size, dtype=np.float32)
         batch["loss_weights"] = weights.reshape(batch["labels"].shape)
@@ -62,12 +58,10 @@ def test_sources_change_no_bit_of_loss_and_gradient(has_weights, rows_per_chunk,
         head_loss, "CHUNK_LOGITS", rows_per_chunk * model.config.text_config.vocab_size
     )
     for given, num_sources in ((batch, 0), (of_three(batch), 3)):
-        complete: Any = prepared(given)
-        counted = {name: value for name, value in complete.items() if name != SOURCE_TARGETS}
         for parameter in model.parameters():
             parameter.clear_gradient(False)
         runner = vl_runner(model)
-        terms = runner.accumulate_gradients([counted], [8], None, num_sources).numpy()
+        terms = runner.accumulate_gradients([prepared(given)], [8], None, num_sources).numpy()
         gradients = {n: p.grad.numpy() for n, p in model.hf_named_parameters()}
         found.append((terms, gradients))
     (plain, wanted), (terms, gradients) = found
@@ -180,8 +174,8 @@ def test_packed_pieces_give_their_targets_to_their_own_source():
     batch = VLCollator(0, 97, 98, padding_side="left")(samples)
     batch = with_label_sources(batch, [[TokenSpan(1, 1), TokenSpan(2, 0)], [TokenSpan(2, 2)]], 4)
     # The 7 follows padding, whose row predicts it as any other label.
-    assert batch[SOURCE_TARGETS].tolist() == [1, 0, 2, 0]
-    found = with_target_rows(batch)
+    assert batch["source_targets"] == (1, 0, 2, 0)
+    found = prepared(batch)
     assert dict(zip(found["target_rows"][1].tolist(), found["target_sources"].tolist(),
                     strict=True)) == {6: 0, 7: 2, 8: 2}  # fmt: skip
 
@@ -226,9 +220,7 @@ def test_a_window_survives_checkpoints_of_now_and_of_before():
 
 
 def test_ranks_exchange_the_targets_of_sources():
-    ranks, batch = OfTwo(), of_three(image_batch(TEXTS, PROMPTS))
-    (made,) = micro_batches(batch)
-    assert SOURCE_TARGETS not in made.batch
+    ranks, made = OfTwo(), prepared(of_three(image_fields(TEXTS, PROMPTS)))
     totals = agree_on_step([made, made], VLLoss(), ranks)
     assert totals.source_targets == tuple(4 * n for n in made.source_targets)
     assert made.source_targets[1] == 0
@@ -247,5 +239,6 @@ def test_data_of_one_source_have_no_loss_of_their_own(tmp_path):
     }
     for name, setting in entries.items():
         trainer = build(run_file, tmp_path / name, setting)
-        assert not {"label_sources", SOURCE_TARGETS} & next(trainer.data).keys()
+        batch = next(trainer.data)
+        assert (batch.source_targets, batch.target_sources) == ((), None)
         assert list(trainer.data.target_sources) == []

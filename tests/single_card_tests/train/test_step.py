@@ -3,6 +3,7 @@
 The golden cases compare this step with HF's trajectory on torch.
 """
 
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import paddle
 import pytest
 
 from paddle_vl.families.vlm.evaluation.scorer import Answer, exact_report
+from paddle_vl.families.vlm.inputs.collate import prepared
 from paddle_vl.families.vlm.training.objective import VLBatchAdapter, VLLoss
 from paddle_vl.parallel.ranks import SingleRank
 from paddle_vl.parallel.recompute import recompute_layers
@@ -18,7 +20,6 @@ from paddle_vl.train.freeze import freeze_parameters, trained_names
 from paddle_vl.train.step import (
     ModelRunner,
     agree_on_step,
-    counted,
     leave_step,
     train_step,
 )
@@ -26,7 +27,6 @@ from tests.single_card_tests.train.batches import (
     assert_same_bits,
     count_calls,
     image_batch,
-    micro_batches,
     optimizer_of,
     split_batch,
     vl_runner,
@@ -58,17 +58,16 @@ def test_nonfinite_step_changes_nothing(flat):
     model = tiny_model()
     optimizer = optimizer_of(model, flat=flat, weight_decay=0.1)
     good, bad = image_batch(TEXTS, PROMPTS), image_batch(TEXTS, PROMPTS)
-    bad["pixel_values"] = bad["pixel_values"].copy()
-    bad["pixel_values"][3, 5] = np.inf
-    train_step(vl_runner(model), optimizer, micro_batches(good), 0.01)
+    bad.pixel_values[3, 5] = np.inf
+    train_step(vl_runner(model), optimizer, [good], 0.01)
     weights = model.hf_state_dict()
     state = {name: tensor.numpy().copy() for name, tensor in optimizer.state_tensors().items()}
-    result = train_step(vl_runner(model), optimizer, micro_batches(good, bad), 0.01)
+    result = train_step(vl_runner(model), optimizer, [good, bad], 0.01)
     assert not bool(result.is_good)
     assert_same_bits(model.hf_state_dict(), weights)
     assert_same_bits({n: t.numpy() for n, t in optimizer.state_tensors().items()}, state)
     assert all(parameter.grad is None for parameter in model.parameters())
-    train_step(vl_runner(model), optimizer, micro_batches(good), 0.01)
+    train_step(vl_runner(model), optimizer, [good], 0.01)
     assert (model.hf_state_dict()["lm_head.weight"] != weights["lm_head.weight"]).any()
 
 
@@ -76,7 +75,7 @@ def test_step_without_targets_is_refused():
     model = tiny_model()
     batch = image_batch([[1, 2]], [2])
     with pytest.raises(ValueError, match="have no target token"):
-        train_step(vl_runner(model), optimizer_of(model), micro_batches(batch, batch), 0.01)
+        train_step(vl_runner(model), optimizer_of(model), [batch, batch], 0.01)
 
 
 def test_a_step_that_reaches_nothing_trained_updates_nothing(caplog):
@@ -87,8 +86,8 @@ def test_a_step_that_reaches_nothing_trained_updates_nothing(caplog):
     text = {"input_ids": [[1, 2, 3]], "labels": [[-100, 2, 3]], "position_ids": [[[0, 1, 2]]] * 3}
     text |= {"attention_mask": [[1, 1, 1]], "real_row_indices": [0, 1, 2]}
     batch = {name: np.array(value) for name, value in text.items()}
-    batch |= {"num_target_tokens": 2, "has_left_padding": False}
-    results = [train_step(vl_runner(model), optimizer, micro_batches(batch), 0.1) for _ in range(2)]
+    batch = prepared(batch | {"num_target_tokens": 2, "has_left_padding": False})
+    results = [train_step(vl_runner(model), optimizer, [batch], 0.1) for _ in range(2)]
     assert [result.grad_norm.item() for result in results] == [0.0, 0.0]
     for name, array in model.hf_state_dict().items():
         np.testing.assert_array_equal(array, before[name], err_msg=name)
@@ -104,7 +103,7 @@ def test_a_step_whose_gradients_are_zero_decays_the_weights():
     name, weight = "embedding", model.language_model.embedding.embed_tokens.weight
     before = weight.numpy()
     batch = image_batch(TEXTS, PROMPTS)
-    result = train_step(vl_runner(model), optimizer, micro_batches(batch), 0.1)
+    result = train_step(vl_runner(model), optimizer, [batch], 0.1)
     assert result.grad_norm.item() == 0.0
     np.testing.assert_allclose(weight.numpy(), before * 0.99, rtol=1e-6, err_msg=name)
 
@@ -158,17 +157,17 @@ class OfTwo(SingleRank):
 def test_ranks_exchange_the_counts_of_sources(has_sources):
     first, second = split_batch(TEXTS[:2], PROMPTS[:2])
     if has_sources:
-        first |= {"source_tokens": np.array([7, 0]), "source_documents": np.array([1, 0])}
-        second |= {"source_tokens": np.array([4, 5]), "source_documents": np.array([0, 2])}
+        first |= {"source_tokens": (7, 0), "source_documents": (1, 0)}
+        second |= {"source_tokens": (4, 5), "source_documents": (0, 2)}
     ranks = OfTwo()
-    totals = agree_on_step(micro_batches(first, second), VLLoss(), ranks)
+    totals = agree_on_step([first, second], VLLoss(), ranks)
     assert totals.source_tokens == ((22, 10) if has_sources else ())
     assert totals.source_documents == ((2, 4) if has_sources else ())
     assert totals.needed == ((2,), (2,))
     assert totals.num_tokens == 2 * (13 + 9)
     leave_step(totals.num_agreed, ranks, 15)
     assert len(ranks.sent[0]) == len(ranks.sent[1])
-    assert not any("source_tokens" in each.batch for each in micro_batches(first, second))
+    assert not any("source_tokens" in each for each in [first, second])
 
 
 class Overflowing(ModelRunner):
@@ -176,7 +175,8 @@ class Overflowing(ModelRunner):
     micro-batch."""
 
     def accumulate_gradients(self, batches: Any, totals, store=None, num_sources=0):
-        capacities = [batch.pop("expert_capacity", None) for batch in batches]
+        capacities = [batch.expert_capacity for batch in batches]
+        batches = [batch | {"expert_capacity": None} for batch in batches]
         if capacities[0] is not None:
             self.rooms = [capacity.num_rows for capacity in capacities]
             capacities[1].overflows.append(paddle.to_tensor([3, 9]).max() > 8)
@@ -192,9 +192,11 @@ class Overflowing(ModelRunner):
 def test_a_step_that_overflows_is_repeated_and_equals_one_with_exact_sizes():
     found = []
     for factor in (None, 1.5):
-        model, adapter = tiny_model(), VLBatchAdapter(capacity_factor=factor)
-        optimizer, runner = optimizer_of(model), Overflowing(model, VLLoss(), adapter)
-        batches = [counted(batch, adapter) for batch in split_batch(TEXTS[:2], PROMPTS[:2])]
+        model = tiny_model()
+        optimizer, runner = optimizer_of(model), Overflowing(model, VLLoss(), VLBatchAdapter())
+        batches = split_batch(TEXTS[:2], PROMPTS[:2])
+        if factor is not None:
+            batches = [b | {"expert_rows": ceil(factor * b.num_tokens)} for b in batches]
         result = train_step(runner, optimizer, batches, 0.01, seed=lambda: paddle.seed(3))
         assert result.is_repeated == (factor is not None)
         values = [*model.parameters(), *optimizer.state_tensors().values(), result.terms]

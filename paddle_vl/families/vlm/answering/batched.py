@@ -208,9 +208,7 @@ class BatchedModel:
             while count <= position_R.max():
                 count *= 2
             every_3P1 = np.tile(np.arange(count)[:, None], [3, 1, 1])
-            made = decoder_positions(
-                self._model.config, {"position_ids": paddle.to_tensor(every_3P1)}
-            )
+            made = decoder_positions(self._model.config, paddle.to_tensor(every_3P1))
             self._tables = made["rotary_pos_emb"]
         position_R1 = device_tensor(position_R[:, None])
         tables: Any = self._tables
@@ -221,18 +219,14 @@ class BatchedModel:
         for pool in self._pools:
             pool.paged = paged
 
-    def _visual(self, prompt: Prompt) -> dict[str, Any]:
+    def _visual(self, prompt: Prompt) -> VisionFeatures | None:
         """Embeddings and levels of a prompt, as of `model.encode_visual`."""
-        visual: dict[str, Any] = {}
-        for kind in ("image", "video"):
-            found = [self._features(item, prompt) for item in prompt.items if item.kind == kind]
-            if found:
-                merged, levels = zip(*found, strict=True)
-                visual[f"{kind}_embeds"] = paddle.concat(list(merged))
-                visual[f"deepstack_{kind}_embeds"] = [
-                    paddle.concat(list(level)) for level in zip(*levels, strict=True)
-                ]
-        return visual
+        found = [self._features(item, prompt) for item in prompt.items]
+        if not found:
+            return None
+        merged, levels = zip(*found, strict=True)
+        of_levels = [paddle.concat(list(level)) for level in zip(*levels, strict=True)]
+        return VisionFeatures(paddle.concat(list(merged)), of_levels)
 
     def _features(self, item: _Item, prompt: Prompt) -> VisionFeatures:
         """Of one image or video, alone, so that they do not depend on others."""

@@ -4,19 +4,20 @@ Shapes: B batch, L prompt length, S keys so far, V vocabulary, n new tokens.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import paddle
 from paddle import Tensor
 
 from paddle_vl.families.hf_interface import id_rows
-from paddle_vl.families.vlm.modeling.device_batch import Patches, token_fields
-from paddle_vl.families.vlm.modeling.layers import decoder_positions
+from paddle_vl.families.vlm.modeling.call_arguments import called_batch, indices_of
+from paddle_vl.families.vlm.modeling.layers import VisionFeatures, decoder_positions
 from paddle_vl.families.vlm.modeling.moe import routed_rows
 from paddle_vl.generation.config import GenerationConfig, settings_of_call
 from paddle_vl.generation.loop import checked_prompts, chosen_tokens
 from paddle_vl.nn.attention import RotaryTables
+from paddle_vl.nn.transfer import on_device
 
 
 def stream(
@@ -157,9 +158,11 @@ class _CachedDecoder:
     def prefill(self) -> Tensor:
         """Logits `[B, V]` float32 after the prompts, whose columns run in chunks."""
         model, length = self._model, self._prompt_BL.shape[1]
-        visual = model.encode_visual(Patches.of(**cast(Any, self._visual)))
+        given = {"position_ids": self._position_ids, **self._visual}
+        batch = called_batch(model.config, model.placement.ops, self._prompt_BL, **given)
         mask_BL = self._mask_BS if self._has_padding else None
-        prompts = EmbeddedPrompts(model, self._prompt_BL, self._position_ids, visual, mask_BL)
+        features = model.encode_visual(batch)
+        prompts = EmbeddedPrompts(model, self._prompt_BL, self._position_ids, features, mask_BL)
         chunk = self._chunk or length
         for begin in range(0, length, chunk):
             hidden_BLD = prompts.run(begin, min(begin + chunk, length), self._caches)
@@ -175,8 +178,7 @@ class _CachedDecoder:
         if place == 0:
             steps_BP = self._next_position_B[:, None] + np.arange(self.TABLE_STEPS)
             steps_3BP = np.repeat(steps_BP[None] + self._num_steps, 3, axis=0)
-            position_ids = {"position_ids": paddle.to_tensor(steps_3BP)}
-            self._tables = decoder_positions(self._model.config, position_ids)
+            self._tables = decoder_positions(self._model.config, paddle.to_tensor(steps_3BP))
         self._num_steps += 1
         assert self._tables is not None, "made before the first step"
         inputs = columns_of(self._tables, place, place + 1)
@@ -195,7 +197,7 @@ class EmbeddedPrompts:
     Args:
         prompt_BL: int64 ids.
         position_ids: `[3, B, L]` int64.
-        visual: embeddings and levels, as of `model.encode_visual`.
+        features: of the images and videos in the prompts, see `model.encode_visual`.
         mask_BL: 1 at real tokens; None without padding.
     """
 
@@ -204,13 +206,17 @@ class EmbeddedPrompts:
         model: Any,
         prompt_BL: np.ndarray,
         position_ids: np.ndarray,
-        visual: dict[str, Any],
+        features: VisionFeatures | None,
         mask_BL: np.ndarray | None = None,
     ):
         self._model, self._prompt_BL, self._mask_BL = model, prompt_BL, mask_BL
-        ops = model.placement.ops
-        tokens = token_fields(model.config, ops, prompt_BL, mask_BL, position_ids=position_ids)
-        self._whole = model.language_model.embedding(tokens | visual)
+        config, ops = model.config, model.placement.ops
+        batch = called_batch(config, ops, prompt_BL, mask_BL, position_ids=position_ids)
+        if features is not None:
+            ids = (config.image_token_id, config.video_token_id)
+            counts = [int((prompt_BL == token_id).sum()) for token_id in ids]
+            batch = on_device(batch | indices_of(prompt_BL, ids, ops, counts))
+        self._whole = model.language_model.embedding(batch, features)
 
     def run(self, begin: int, end: int, caches: list[Any]) -> Tensor:
         """Hidden states `[B, end - begin, D]` of some columns, whose keys the caches get."""

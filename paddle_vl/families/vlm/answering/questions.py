@@ -13,20 +13,18 @@ from typing import Any
 import numpy as np
 
 from paddle_vl.batch.rows import IGNORE_INDEX
+from paddle_vl.batch.schema import VLBatch
 from paddle_vl.config.families import FamilyEntry
 from paddle_vl.data.jsonl import BadSampleError, OnBadSample, sample_at
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.base import RankInfo
 from paddle_vl.families.vlm.evaluation.scorer import Question, Scorer, answer_to, questions_in
-from paddle_vl.families.vlm.inputs.collate import VLCollator
+from paddle_vl.families.vlm.inputs.collate import VLCollator, prepared
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.settings import EvalConfig
 
 logger = logging.getLogger(__name__)
-
-# Of a batch of prompts, not for the model.
-_NOT_FOR_MODEL = ("numbers", "labels")
 
 
 @dataclass
@@ -133,21 +131,19 @@ class VLQuestions:
         """This rank's batches of prompts, with the `numbers` of the prompts of the first rows."""
         return self._make_loader(self._prompts, self._collator, ranks, batch_size)
 
-    def idle_batch(self) -> dict[str, Any]:
+    def idle_batch(self) -> VLBatch:
         """A batch without numbers, for a rank that has no prompt left."""
-        return self._collator([self._collator.filler])
+        return prepared(self._collator([self._collator.filler]))
 
-    def begun(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def begun(self, batch: VLBatch) -> VLBatch:
         """The batch as the model takes it, with caches; its output has `choices` `[B]`."""
-        ids_BL = batch["input_ids"]
-        rows, length = ids_BL.shape
-        kept = {name: value for name, value in batch.items() if name not in _NOT_FOR_MODEL}
+        rows, length = batch.input_ids.shape
         caches = self.model.new_caches(length, length + self.max_new_tokens - 1)
-        return {**kept, **_asked(np.arange(1, rows + 1) * length - 1), "caches": caches}
+        return batch | (_asked(np.arange(1, rows + 1) * length - 1) | {"caches": caches})
 
-    def continued(self, batch: Mapping[str, Any], tokens: np.ndarray) -> dict[str, Any]:
+    def continued(self, batch: VLBatch, tokens: np.ndarray) -> VLBatch:
         """What follows such a batch after one more token of each prompt."""
-        mask_BS = batch["attention_mask"]
+        mask_BS = batch.attention_mask
         # Rows that nobody asks are last.
         ids_B1 = np.full([len(mask_BS), 1], self.processor.pad_token_id, np.int64)
         ids_B1[: len(tokens), 0] = tokens
@@ -155,16 +151,16 @@ class VLQuestions:
             "input_ids": ids_B1,
             "attention_mask": np.concatenate([mask_BS, np.ones_like(ids_B1)], axis=1),
             # The last token of a prompt is text, whose position is the highest.
-            "position_ids": batch["position_ids"][:, :, -1:] + 1,
-            "has_left_padding": batch["has_left_padding"],
-            "caches": batch["caches"],
+            "position_ids": batch.position_ids[:, :, -1:] + 1,
+            "has_left_padding": batch.has_left_padding,
+            "caches": batch.caches,
             **_asked(np.arange(len(mask_BS))),
         }
-        if "real_row_indices" in batch:
+        if batch.real_row_indices is not None:
             part = self.model.placement.ops.expert_part
             follows["real_row_indices"] = part.of_numbers(np.arange(len(mask_BS)), len(mask_BS))
             follows["num_real_rows"] = len(mask_BS)
-        return follows
+        return VLBatch(**follows)
 
     def scored(
         self, answers: Mapping[int, Sequence[int]]

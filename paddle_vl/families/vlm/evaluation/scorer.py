@@ -19,6 +19,7 @@ from paddle_vl.families.base import Evaluation, EvaluationOptions, MeanLosses
 from paddle_vl.families.vlm.evaluation.metrics import Scored, conclusion, metric_named
 from paddle_vl.families.vlm.evaluation.suite import open_suite, read_suite
 from paddle_vl.families.vlm.folders.processor_fit import check_processor_fits, model_collator
+from paddle_vl.families.vlm.inputs.collate import PreparedCollator
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.open_data import open_conversations
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
@@ -140,8 +141,9 @@ def build_evaluation(family: FamilyEntry, folder: Path, options: EvaluationOptio
     if suite is None:
         lists_real_rows = bool(getattr(model.config.text_config, "num_experts", 0))
         collator = model_collator(processor, lists_real_rows=lists_real_rows)
+        prepared = PreparedCollator(collator, model.config.vision_config)
         loader = PrefetchLoader(
-            dataset, collator, options.batch_size, shuffle=False, drop_last=False, num_epochs=1
+            dataset, prepared, options.batch_size, shuffle=False, drop_last=False, num_epochs=1
         )
     # Overrides the model's own generation_config.json.
     overrides = {

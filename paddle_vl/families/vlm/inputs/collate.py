@@ -1,14 +1,13 @@
 """Conversations to samples, and samples to one batch with padding, positions and visual indices.
 
-A row of the batch holds one sample (`VLCollator`) or several (`PackedCollator`). The axes of its
-arrays are those of `paddle_vl.batch.schema.VLBatch`. `prepared` makes it complete, in a loader's
-workers too: labels become target rows, and what would else be laid out in every step, places of
-patches and ends of packed samples, comes with the batch.
+A row of the batch holds one sample (`VLCollator`) or several (`PackedCollator`). A collator's batch
+is a dictionary, whose arrays have the axes of `paddle_vl.batch.schema.VLBatch`, and labels, maybe
+with `loss_weights` and `label_sources`, `[B, L]` each. `prepared` makes a `VLBatch` of it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -16,17 +15,24 @@ from paddle_vl.batch.positions import (
     key_ends,
     mrope_position_ids,
     patch_places,
+    real_lengths,
     segment_offsets,
     target_rows,
 )
 from paddle_vl.batch.rows import IGNORE_INDEX
-from paddle_vl.batch.schema import GRIDS, PIXELS, SOURCE_TARGETS, VLBatch
+from paddle_vl.batch.schema import GRIDS, PIXELS, VLBatch
 from paddle_vl.batch.visual_index import RowPart, host_visual_indices
 from paddle_vl.data.formats.canonical import Conversation
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
 from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
 from paddle_vl.families.vlm.templates.encoding import TemplateEncoder, VideoPrompt
 
+# What target rows have of the labels that they predict.
+_OF_LABELS = {
+    "target_weights": "loss_weights",
+    "target_sources": "label_sources",
+    "target_branches": "label_branches",
+}
 PaddingSide = Literal["left", "right"]
 
 VISUAL_KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
@@ -174,7 +180,7 @@ class VLCollator:
         self,
         samples: Sequence[dict[str, np.ndarray]],
         segments: Sequence[Sequence[int]] | None = None,
-    ) -> VLBatch:
+    ) -> dict[str, Any]:
         """Collate samples.
 
         Args:
@@ -183,7 +189,7 @@ class VLCollator:
             segments: for packed rows, the lengths of the samples in each.
 
         Returns:
-            All required fields of a `VLBatch`; pixels and grids if samples have any; the visual
+            Ids, mask, labels and positions; pixels and grids if samples have any; the visual
             indices, `visual_source_indices` only with images and videos; `cu_seqlens` only with
             `segments`; `real_row_indices` and `num_real_rows` only if asked for.
 
@@ -231,7 +237,7 @@ class VLCollator:
         )
         batch["num_target_tokens"] = int(np.count_nonzero(batch["labels"][:, 1:] != IGNORE_INDEX))
         batch["has_left_padding"] = bool((batch["attention_mask"][:, 0] == 0).any())
-        return cast(VLBatch, batch)
+        return batch
 
     def _num_rows(self, grid_thw: np.ndarray | None) -> int:
         if grid_thw is None:
@@ -252,7 +258,7 @@ class PackedCollator:
 
     collator: VLCollator
 
-    def __call__(self, rows: Sequence[Sequence[dict[str, np.ndarray]]]) -> VLBatch:
+    def __call__(self, rows: Sequence[Sequence[dict[str, np.ndarray]]]) -> dict[str, Any]:
         """Collate rows.
 
         Args:
@@ -289,17 +295,17 @@ def sources_of_tokens(
 
 
 def with_label_sources(
-    batch: VLBatch, rows: Sequence[Sequence[TokenSpan]], num_sources: int
+    batch: dict[str, Any], rows: Sequence[Sequence[TokenSpan]], num_sources: int
 ) -> dict[str, Any]:
-    """The batch with `label_sources`, and the target tokens of each source.
+    """The batch with `label_sources`, and `source_targets`, the target tokens of each source.
 
     Args:
         rows: see `sources_of_tokens`.
     """
     sources_BL = sources_of_tokens(batch["attention_mask"], rows)
     of_targets = sources_BL[:, 1:][batch["labels"][:, 1:] != IGNORE_INDEX]
-    counts = np.bincount(of_targets, minlength=num_sources)
-    added = {"label_sources": sources_BL, "num_sources": num_sources, SOURCE_TARGETS: counts}
+    counts = tuple(np.bincount(of_targets, minlength=num_sources).tolist())
+    added = {"label_sources": sources_BL, "num_sources": num_sources, "source_targets": counts}
     return {**batch, **added}
 
 
@@ -336,68 +342,79 @@ def joined_samples(samples: Sequence[dict[str, np.ndarray]]) -> dict[str, np.nda
     return {"input_ids": ids, "labels": np.concatenate(labels), **joined_visual(samples)}
 
 
-# Fields that become `target_rows`, `target_weights`, `target_sources` and `target_branches`.
-LABEL_FIELDS = ("labels", "loss_weights", "label_sources", "label_branches")
+def prepared(
+    batch: Mapping[str, Any],
+    vision: Any = None,
+    divisors: Sequence[str] = ("num_target_tokens",),
+    kind: type[VLBatch] = VLBatch,
+) -> VLBatch:
+    """A collator's batch, and one within it, complete.
 
-
-def prepared(batch: Any, vision: Any = None) -> VLBatch:
-    """A collator's batch, and those within it, complete.
+    Labels become target rows; what would else be laid out in every step, places of patches and ends
+    of packed samples, comes with the batch; and what the trainer counts is counted.
 
     Args:
         vision: a tower's configuration, to lay out the patches; None where the model does it.
+        divisors: entries with the divisors of the loss terms.
+        kind: class of the batch.
     """
-    found: dict[str, Any] = {
-        name: prepared(value, vision) if isinstance(value, dict) else value
-        for name, value in with_target_rows(batch).items()
-        if name not in LABEL_FIELDS
-    }
+    found = {**batch, **_of_targets(batch)}
+    for name, value in found.items():
+        if isinstance(value, dict):
+            found[name] = prepared(value, vision, divisors, kind)
     grids = [found[name] for name in GRIDS if name in found]
     if vision is not None and not found.keys().isdisjoint(PIXELS):
         found |= patch_places(np.concatenate(grids), vision)
-    if "cu_seqlens" in found:
-        found["packed_key_ends"] = key_ends(found["cu_seqlens"], found["input_ids"].shape[1])
-    return cast(VLBatch, found)
+    mask_BL, offsets = found["attention_mask"], found.get("cu_seqlens")
+    if offsets is not None:
+        found["packed_key_ends"] = key_ends(offsets, found["input_ids"].shape[1])
+        found["num_packed_places"] = mask_BL.size
+    lengths = real_lengths(mask_BL, offsets)
+    counted = {
+        "counts": tuple(found.get(name, 0) for name in divisors),
+        "optional_branches": (bool(grids),),
+        "lengths": tuple(lengths.tolist()),
+        "num_samples": len(lengths),
+        "num_tokens": int(mask_BL.sum()),
+    }
+    taken = {each.name for each in fields(kind)} - {"labels", "loss_weights"}
+    return kind(**{name: value for name, value in (counted | found).items() if name in taken})
 
 
 @dataclass(frozen=True)
 class PreparedCollator:
-    """Collates with another collator, and prepares its batches.
+    """Collates with another collator, and prepares its batches, in a loader's workers.
 
     Attributes:
-        target_sources: names of the sources whose target tokens the batches count.
+        vision, divisors, kind: see `prepared`.
     """
 
     collator: Any
     vision: Any
+    divisors: Sequence[str] = ("num_target_tokens",)
+    kind: type[VLBatch] = VLBatch
 
     def __call__(self, rows: Sequence[Any]) -> VLBatch:
-        return prepared(self.collator(rows), self.vision)
+        return prepared(self.collator(rows), self.vision, self.divisors, self.kind)
 
     @property
     def target_sources(self) -> tuple[str, ...]:
+        """Names of the sources whose target tokens the batches count."""
         return getattr(self.collator, "target_sources", ())
 
 
-def with_target_rows(batch: VLBatch) -> VLBatch:
-    """The batch with `target_rows`, and `target_weights`, `target_sources` and `target_branches` if
-    its labels have factors, sources and answers of pairs that they belong to.
-
-    Unchanged if it has them, or no labels on the host.
-    """
-    labels_BL = batch.get("labels")
-    if "target_rows" in batch or not isinstance(labels_BL, np.ndarray):
-        return batch
+def _of_targets(batch: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """`target_rows` of a batch, and `target_weights`, `target_sources` and `target_branches` if its
+    labels have factors, sources and answers of pairs that they belong to."""
+    if "target_rows" in batch:
+        return {}
     # Row i predicts label i + 1; the last row of a sample predicts nothing.
-    targets_BL = np.full_like(labels_BL, IGNORE_INDEX)
-    targets_BL[:, :-1] = labels_BL[:, 1:]
-    targets_T = targets_BL.reshape(-1)
-    added: Any = {"target_rows": target_rows(targets_T)}
-    if "loss_weights" in batch:
-        weights_T = np.roll(batch["loss_weights"], -1, axis=1).reshape(-1)
-        added["target_weights"] = weights_T[added["target_rows"][0]]
-    fields: Any = batch
-    for name in ("sources", "branches"):
-        if f"label_{name}" in batch:
-            numbers_T = np.roll(fields[f"label_{name}"], -1, axis=1).reshape(-1)
-            added[f"target_{name}"] = numbers_T[added["target_rows"][0]].astype(np.int64)
-    return cast(VLBatch, {**batch, **added})
+    targets_BL = np.full_like(batch["labels"], IGNORE_INDEX)
+    targets_BL[:, :-1] = batch["labels"][:, 1:]
+    found = {"target_rows": target_rows(targets_BL.reshape(-1))}
+    for name, of_labels in _OF_LABELS.items():
+        if of_labels in batch:
+            values_T = np.roll(batch[of_labels], -1, axis=1).reshape(-1)
+            values_N = values_T[found["target_rows"][0]]
+            found[name] = values_N if name == "target_weights" else values_N.astype(np.int64)
+    return found

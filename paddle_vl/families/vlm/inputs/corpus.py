@@ -5,12 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from xxhash import xxh3_64
 
-from paddle_vl.batch.schema import VLBatch
 from paddle_vl.config.data_sources import SourceConfig, as_sources
 from paddle_vl.data.corpus.cache import Cache
 from paddle_vl.data.corpus.document import Sample
@@ -198,7 +197,7 @@ class PieceCollator:
             [TokenSpan(len(each.sample["input_ids"]), each.source) for each in row] for row in rows
         ]
         if self.target_sources:
-            batch = with_label_sources(cast(VLBatch, batch), spans, len(self.target_sources))
+            batch = with_label_sources(batch, spans, len(self.target_sources))
         if set(self.loss_weights) == {1.0}:
             return batch
         mask_BL: np.ndarray = batch["attention_mask"]

@@ -8,13 +8,14 @@ Shapes: S answers, in pairs chosen before rejected; B, L as in `paddle_vl.batch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
 from paddle_vl.batch.rows import IGNORE_INDEX
+from paddle_vl.batch.schema import Array, Axes, VLBatch
 from paddle_vl.data.formats.canonical import Conversation
 from paddle_vl.data.formats.preference import to_preference
 from paddle_vl.data.formats.reader import RowReader
@@ -30,16 +31,29 @@ from paddle_vl.families.vlm.inputs.collate import (
 )
 
 SIDES = ("chosen", "rejected")
-# Entries of a batch beside those of the model.
 MISMATCHED = "mismatched_answers"
 REFERENCE = "reference_log_probs"
-PREFERENCE_FIELDS = (
-    "target_branches", "answer_lengths", "is_chosen", "is_real", "num_compared",
-    "num_chosen", "num_rejected", "num_chosen_tokens", "num_rejected_tokens", "num_batches",
-    "has_other", "num_with_other", REFERENCE, MISMATCHED,
-)  # fmt: skip
 _GRIDS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
 Sample = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PreferenceBatch(VLBatch):
+    """Answers that are compared, the samples of a batch that gives log-probabilities."""
+
+    # Number of the answer that each target token belongs to, and target tokens of each answer.
+    target_branches: Annotated[Array, Axes("N", "int64")] = None
+    answer_lengths: Annotated[Array, Axes("S", "float32")] = None
+    # 1 or 0: whether the answer is wanted, is of the data, and is not alone in its batch.
+    is_chosen: Annotated[Array, Axes("S", "float32")] = None
+    is_real: Annotated[Array, Axes("S", "float32")] = None
+    has_other: Annotated[Array, Axes("S", "float32")] = None
+    # Log-probabilities of the reference, from the data or from the passes before a step; and these
+    # passes' `[]`, KTO's z0.
+    reference_log_probs: Annotated[Array, Axes("S", "float32")] = None
+    kto_baseline: Array = None
+    # Each prompt with the answer of another one, for KTO; without pixels, which are the batch's.
+    mismatched_answers: VLBatch | None = None
 
 
 @dataclass(frozen=True)
@@ -180,8 +194,8 @@ class PreferenceCollator:
         """Collate samples, or packed rows of them.
 
         Returns:
-            A batch of `VLCollator` with `PREFERENCE_FIELDS`; `visual_gather_indices` name the rows
-            of an image again for each answer to it.
+            A batch of `VLCollator` with the fields of `PreferenceBatch`; `visual_gather_indices`
+            name the rows of an image again for each answer to it.
         """
         samples_of_rows: Sequence[Sequence[Sample]] = (
             rows if self.is_packed else [[sample] for sample in rows]
@@ -347,6 +361,7 @@ def _answer_fields(
         "is_real": is_real_S,
         "has_other": is_real_S * (len(answers) > 1),
         "num_compared": counts[0] if is_paired else len(answers),
+        "num_samples": counts[0] if is_paired else len(answers),
         "num_with_other": len(answers) * (len(answers) > 1),
         "num_chosen": counts[0],
         "num_rejected": counts[1],
@@ -356,9 +371,14 @@ def _answer_fields(
     }
 
 
-def empty_answers(idle: Mapping[str, Any], has_mismatched: bool) -> dict[str, Any]:
-    """A prepared batch without targets as one of a pair that does not count."""
-    branches_N = np.zeros_like(idle["target_rows"][0])
-    batch = {**idle, "target_branches": branches_N, "returns_log_probs": True}
-    batch |= _answer_fields(branches_N[:0], [], is_paired=True)
-    return {**batch, MISMATCHED: batch} if has_mismatched else batch
+def empty_answers(idle: VLBatch, has_mismatched: bool) -> PreferenceBatch:
+    """A batch without targets as one of a pair that does not count."""
+    branches_N = np.zeros_like(idle.target_rows[0])
+    of_answers = _answer_fields(branches_N[:0], [], is_paired=True)
+    names = {each.name for each in fields(PreferenceBatch)}
+    batch = PreferenceBatch(
+        **vars(idle)
+        | {name: value for name, value in of_answers.items() if name in names}
+        | {"target_branches": branches_N, "returns_log_probs": True}
+    )
+    return batch | {MISMATCHED: batch} if has_mismatched else batch

@@ -1,4 +1,4 @@
-"""The visual inputs of `GPTEmbedding`, in any of the forms that callers have, as one.
+"""An embedding with the dictionaries of PaddleFleet's `GPTEmbedding`, and of HF's text model.
 
 A caller names visual tensors as HF does (embeddings and levels by modality), or as HF's text model
 and PaddleFleet (levels of all visual tokens in reading order), and their places by index arrays, by
@@ -12,15 +12,20 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
-import numpy as np
+import paddle
+from paddle import Tensor
 
 from paddle_vl.batch.rows import Array, RowPart, is_known
 from paddle_vl.batch.visual_index import (
     VisualIndices,
-    check_visual_counts,
+    check_array,
+    check_given,
+    check_placeholders,
     compute_visual_indices,
     has_values,
 )
+from paddle_vl.families.vlm.modeling.layers import GPTEmbedding, decoder_positions, in_order
+from paddle_vl.nn.transfer import true_positions
 
 KINDS = ("image", "video")
 # HF's and PaddleFleet's name of the levels of all visual tokens in reading order.
@@ -31,6 +36,79 @@ INPUTS = (
     *LEVELS_IN_ORDER, "visual_pos_masks", "visual_update_indices", "visual_gather_indices",
     "visual_source_indices", "num_unused_visual_rows",
 )  # fmt: skip
+
+
+def embedded(embedding: GPTEmbedding, dict_args: Mapping[str, Any]) -> dict[str, Any]:
+    """The decoder's inputs.
+
+    The visual indices come with the others or are computed here, without a host read; the rows of a
+    shard are searched, as no shape tells their number.
+
+    Args:
+        dict_args: `position_ids` `[3, B, L]` int64; `input_ids` `[B, L]` int64, or `decoder_input`
+            `[B, L, D]` or `[T, D]` in place of their embeddings; optionally `attention_mask`,
+            `packed` and `routed_rows`, passed on. With visual tokens also
+
+            - their embeddings: `image_embeds` / `video_embeds` `[M, D]`; neither if
+              `decoder_input` has them in place, as in HF;
+            - the deepstack levels, lists of G `[M, D]`: `deepstack_image_embeds` /
+              `deepstack_video_embeds`, or, of all visual tokens in reading order,
+              `deepstack_visual_embeds` (HF's name) or `deepstack_visual_emb` (PaddleFleet's);
+            - their places: `visual_update_indices`, `visual_gather_indices` and, with both
+              modalities, `visual_source_indices` (see `paddle_vl.batch.visual_index`), and
+              `num_unused_visual_rows`, the number of embeddings that these indices leave out;
+              or `visual_pos_masks` `[B, L]` bool; or the placeholders in `input_ids`.
+
+    Returns:
+        `hidden_states` `[T, D]`; `position_ids`; `rotary_pos_emb`, the `RotaryTables` `[B, L, H]`;
+        what is passed on, if given; and, unless the batch is all text, `visual_pos_masks` `[B, L]`
+        bool if known, `deepstack_visual_emb` (G tensors `[M_local, D]` in the dtype of the hidden
+        states), `visual_update_indices` and `visual_gather_indices` `[M_local]`.
+
+    Raises:
+        ValueError: an unknown input, inputs whose shapes or dtypes do not fit each other, or token
+            rows that sequence parallelism does not divide. In the checked mode of
+            `paddle_vl.batch.visual_index` also values: placeholders, mask, indices and embeddings
+            that contradict each other. Elsewhere, where indices are computed, NaN hidden states say
+            so.
+    """
+    config, ops = embedding.config, embedding.placement.ops
+    ids = (config.image_token_id, config.video_token_id)
+    sizes = EmbeddingSizes(embedding.text.hidden_size, embedding.num_levels, ids, ops.row_part)
+    visual = visual_inputs(dict_args, sizes, true_positions)
+    outputs = decoder_positions(config, dict_args["position_ids"])
+    passed_on = ("attention_mask", "packed", "routed_rows")
+    outputs |= {name: dict_args[name] for name in passed_on if dict_args.get(name) is not None}
+    rows = dict_args.get("decoder_input")
+    rows = embedding.embed_tokens(dict_args["input_ids"]) if rows is None else rows
+    hidden_TD = ops.enter_rows(rows.reshape([-1, rows.shape[-1]]))
+    if visual is None:
+        return outputs | {"hidden_states": hidden_TD}
+    update = visual.indices.update
+    if visual.rows:
+        visual_MD = in_order(visual.rows, visual.row_order, hidden_TD.dtype)
+        hidden_TD = paddle.scatter(hidden_TD, update, visual_MD)
+    if visual.counts:
+        hidden_TD = hidden_TD + _zero_or_nan(visual.counts).astype(hidden_TD.dtype)
+    levels = [in_order(x, visual.level_order, hidden_TD.dtype) for x in visual.levels]
+    outputs |= {
+        "hidden_states": hidden_TD,
+        "deepstack_visual_emb": levels,
+        "visual_update_indices": update,
+        "visual_gather_indices": visual.indices.gather,
+    }
+    return outputs if visual.mask is None else outputs | {"visual_pos_masks": visual.mask}
+
+
+def _zero_or_nan(counts: Sequence[tuple[Tensor, int]]) -> Tensor:
+    """-0.0 if every mask has its number of True entries, else NaN: 0-D, without a host read.
+
+    Added to a tensor it changes no bit, or makes it NaN.
+    """
+    value = paddle.full([], -0.0)
+    for mask, count in counts:
+        value = paddle.where(mask.astype("int64").sum() == count, value, float("nan"))
+    return value
 
 
 class EmbeddingSizes(NamedTuple):
@@ -75,13 +153,13 @@ class VisualInputs(NamedTuple):
 def visual_inputs(
     dict_args: Mapping[str, Any], sizes: EmbeddingSizes, nonzero: Callable[..., Array]
 ) -> VisualInputs | None:
-    """The visual tensors among the inputs of `GPTEmbedding`; None for a text batch.
+    """The visual tensors among the inputs; None for a text batch.
 
     Args:
         nonzero: as of `compute_visual_indices`, for a batch without indices.
 
     Raises:
-        ValueError: see `GPTEmbedding.forward`.
+        ValueError: see `embedded`.
     """
     for name in dict_args:
         if name not in INPUTS:
@@ -93,7 +171,7 @@ def visual_inputs(
     in_reading_order = any(name in levels for name in LEVELS_IN_ORDER)
     for kind, rows in embeds.items():
         remedy = "pass what the vision tower returns"
-        _check(f"{kind}_embeds", rows, [["M", sizes.width]], "float", remedy)
+        check_array(f"{kind}_embeds", rows, [["M", sizes.width]], "float", remedy)
     num_rows = {kind: rows.shape[0] for kind, rows in embeds.items()}
     num_rows = num_rows or {name: each[0].shape[0] for name, each in levels.items() if each}
     total = sum(num_rows.values()) if all(map(is_known, num_rows.values())) else -1
@@ -101,7 +179,7 @@ def visual_inputs(
     for (name, each), number in zip(levels.items(), of_lists, strict=True):
         remedy = "a level has one row per visual embedding; pass what the tower made for this batch"
         for g, level in enumerate(each):
-            _check(f"{name}[{g}]", level, [[number, sizes.width]], "float", remedy)
+            check_array(f"{name}[{g}]", level, [[number, sizes.width]], "float", remedy)
     _check_tokens(dict_args, sizes)
     ids_BL, mask_BL = dict_args.get("input_ids"), dict_args.get("visual_pos_masks")
     given = _given_indices(dict_args, total, len(embeds) == len(KINDS), sizes.part)
@@ -109,7 +187,7 @@ def visual_inputs(
     num_unused = dict_args.get("num_unused_visual_rows", 0)
     if tokens_BL is not None and has_values(tokens_BL) and num_unused is not None:
         is_kind_BL = _placeholders(ids_BL, sizes.placeholder_ids)
-        _check_values(is_kind_BL, mask_BL, given, num_rows, num_unused, sizes.part)
+        check_placeholders(is_kind_BL, mask_BL, given, num_rows, num_unused, sizes.part)
     if not num_rows:
         return None
     needs_ids = given is None or mask_BL is None
@@ -144,50 +222,6 @@ def _placeholders(ids_BL: Array | None, token_ids: tuple[int, int]) -> dict[str,
     if ids_BL is None:
         return {}
     return {kind: ids_BL == token_id for kind, token_id in zip(KINDS, token_ids, strict=True)}
-
-
-def check_level(x_TD: Array, level_MD: Array, update_M: Array) -> None:
-    """Check by shapes and dtypes that a deepstack level fits the hidden states and its places.
-
-    Raises:
-        ValueError: they do not fit each other.
-    """
-    remedy = "take levels and visual_update_indices from one call of GPTEmbedding"
-    _check("visual_update_indices", update_M, [["M"]], "int64", remedy)
-    _check("a layer's input", x_TD, [["T", "D"]], "float", "pass token rows")
-    wanted = [update_M.shape[0], x_TD.shape[1]]
-    _check("a deepstack level", level_MD, [wanted], _name_of(x_TD.dtype), remedy)
-
-
-def _check(
-    name: str, array: Array | None, shapes: Sequence[Sequence[Any]], dtype: str, remedy: str
-) -> None:
-    """Raise a ValueError for an array of none of these shapes or of another dtype.
-
-    Args:
-        shapes: a size that is unknown, such as a letter or one of a traced program, fits any.
-        dtype: its name, or `float` or `int` for all such ones.
-    """
-    if array is None:
-        return
-    found = _name_of(array.dtype)
-    fits = found == dtype or (dtype in ("float", "int") and dtype in found)
-    if not fits or not any(_fits(array.shape, shape) for shape in shapes):
-        wanted = " or ".join(f"[{', '.join(map(str, shape))}]" for shape in shapes)
-        raise ValueError(
-            f"{name} is {found} of shape {list(array.shape)}: it must be {dtype} of shape "
-            f"{wanted}; {remedy}"
-        )
-
-
-def _name_of(dtype: Any) -> str:
-    return str(dtype).removeprefix("paddle.")
-
-
-def _fits(shape: Sequence[Any], wanted: Sequence[Any]) -> bool:
-    pairs = zip(shape, wanted, strict=False)
-    known = [(one, other) for one, other in pairs if is_known(one) and is_known(other)]
-    return len(shape) == len(wanted) and all(one == other for one, other in known)
 
 
 def _levels(
@@ -237,10 +271,12 @@ def _check_tokens(dict_args: Mapping[str, Any], sizes: EmbeddingSizes) -> None:
         f"position_ids are of {batch} x {length} tokens: pass both of one batch, samples first, "
         "with all rows also under sequence parallelism"
     )
-    _check("input_ids", ids_BL, [[batch, length]], "int", remedy)
-    _check("visual_pos_masks", dict_args.get("visual_pos_masks"), [[batch, length]], "bool", remedy)
+    check_array("input_ids", ids_BL, [[batch, length]], "int", remedy)
+    check_array(
+        "visual_pos_masks", dict_args.get("visual_pos_masks"), [[batch, length]], "bool", remedy
+    )
     shapes = [batch, length, sizes.width], [num_rows, sizes.width]
-    _check("decoder_input", hidden, shapes, "float", remedy)
+    check_array("decoder_input", hidden, shapes, "float", remedy)
     if is_known(num_rows):
         sizes.part.bounds(num_rows)
 
@@ -253,76 +289,8 @@ def _given_indices(
     if given.update is None and given.gather is None:
         return None
     given = given if has_both else given._replace(source=None)
-    for name in VisualIndices._fields if has_both else ("update", "gather"):
-        if getattr(given, name) is None:
-            raise ValueError(
-                f"the batch has visual indices without visual_{name}_indices: add them (the "
-                "collator does), or leave all indices out to have them computed"
-            )
-    num_unused = dict_args.get("num_unused_visual_rows", 0)
-    num_taken = total - num_unused if is_known(total) and num_unused is not None else -1
-    num_update: Any = given.update.shape[0] if len(given.update.shape) == 1 else "M"
-    if is_known(num_taken) and is_known(num_update) and num_update > num_taken:
-        raise ValueError(
-            f"visual_update_indices has {num_update} token rows but the batch has {num_taken} "
-            "visual embeddings: the indices belong to another batch"
-        )
-    remedy = "take all indices from one call of host_visual_indices, of this batch"
-    wanted = {"update": num_taken if part.size == 1 else "M", "gather": num_update}
-    for name, number in (wanted | {"source": num_taken}).items():
-        _check(f"visual_{name}_indices", getattr(given, name), [[number]], "int64", remedy)
+    check_given(given, total, dict_args.get("num_unused_visual_rows", 0), has_both, part)
     return given
-
-
-def _check_values(
-    is_kind_BL: Mapping[str, Array],
-    mask_BL: Array | None,
-    indices: VisualIndices | None,
-    num_rows: Mapping[str, int],
-    num_unused: int,
-    part: RowPart,
-) -> None:
-    """Check that placeholders, mask, indices and embeddings are of one batch; reads tensors.
-
-    Args:
-        is_kind_BL: placeholders of images and of videos; none without ids.
-        num_rows: embeddings by kind, `image` and `video`; by another name those of both kinds.
-
-    Raises:
-        ValueError: two of them contradict each other.
-    """
-    kinds = {kind: np.asarray(is_BL) for kind, is_BL in is_kind_BL.items()}
-    visual_BL: Any = None if mask_BL is None else np.asarray(mask_BL)
-    if kinds:
-        if not num_unused and num_rows.keys() <= kinds.keys():
-            counts = [(int(kinds[kind].sum()), num_rows.get(kind, 0)) for kind in kinds]
-            check_visual_counts(*counts[0], *counts[1])
-        placeholders_BL = kinds["image"] | kinds["video"]
-        visual_BL = placeholders_BL if visual_BL is None else visual_BL
-        if len(wrong := np.argwhere(visual_BL != placeholders_BL)):
-            raise ValueError(
-                f"visual_pos_masks differs from the placeholders of input_ids at {len(wrong)} "
-                f"tokens, the first is token {wrong[0][1]} of sample {wrong[0][0]}: pass the mask "
-                "of this batch, or none"
-            )
-    num_tokens, num_taken = int(np.sum(visual_BL)), sum(num_rows.values()) - num_unused
-    if num_tokens != num_taken:
-        raise ValueError(
-            f"{num_tokens} visual tokens but {num_taken} visual embeddings: every visual token "
-            "takes exactly one; check that mask and embeddings are of one batch"
-        )
-    has_order = indices is not None and indices.source is not None
-    # Samples that share an image have indices of their own, see `num_reused_visual_rows`.
-    if indices is None or (has_order and not kinds) or num_unused < 0:
-        return
-    masks_BL = (kinds["image"], kinds["video"]) if has_order else (visual_BL, None)
-    wanted = compute_visual_indices(*masks_BL, nonzero=np.flatnonzero, part=part)
-    for name, found, expected in zip(VisualIndices._fields, indices, wanted, strict=True):
-        if expected is not None and not np.array_equal(np.asarray(found), expected):
-            raise ValueError(
-                f"visual_{name}_indices are not those of this batch's visual tokens: pass what "
-                "host_visual_indices makes of its input_ids for this rank, or none"
-            )
 
 
 def _places(

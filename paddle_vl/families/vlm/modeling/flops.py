@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_vl.batch.positions import real_lengths
-from paddle_vl.batch.schema import WHOLE_ROWS
+from paddle_vl.batch.schema import VLBatch
 from paddle_vl.families.flops import FlopCounter, Operations, causal_pairs
 
 _EMBEDDING = "model.language_model.embed_tokens.weight"
@@ -35,18 +34,15 @@ class VLFlops(FlopCounter):
         self.config, self._trained, self._ranks = config, trained, ranks
         self._with_images, self._without = self._walk(True), self._walk(False)
 
-    def units(self, batch: Mapping[str, Any]) -> dict[str, int]:
+    def units(self, batch: VLBatch) -> dict[str, int]:
         """Numbers of `patches`, `merged_rows`, `patch_pairs`, `tokens`, `token_pairs` and
         `predictions`.
 
-        Predictions are the rows with a target if the batch lists them, otherwise all tokens.
-        Pairs are those that attend to each other. Visual embeddings that no token receives
-        (`num_unused_visual_rows`) do not count.
+        Predictions are the rows with a target. Pairs are those that attend to each other. Visual
+        embeddings that no token receives (`num_unused_visual_rows`) do not count.
         """
-        batch = batch.get(WHOLE_ROWS, batch)
-        lengths = real_lengths(batch["attention_mask"], batch.get("cu_seqlens"))
+        lengths = np.array(batch.lengths)
         t, h, w = _grids(batch).T
-        targets = batch.get("target_rows")
         patches = int((t * h * w).sum())
         return {
             "patches": patches,
@@ -54,10 +50,11 @@ class VLFlops(FlopCounter):
             "patch_pairs": int((t * (h * w) ** 2).sum()),
             "tokens": int(lengths.sum()),
             "token_pairs": causal_pairs(lengths),
-            "predictions": int(lengths.sum() if targets is None else targets.shape[1]),
+            # Of a batch without any target, one row.
+            "predictions": max(batch.num_target_tokens or 0, 1),
         }
 
-    def operations(self, batch: Mapping[str, Any]) -> Operations:
+    def operations(self, batch: VLBatch) -> Operations:
         """See `FlopCounter`; without images no gradient flows into the tower."""
         return self._with_images if _grids(batch).size else self._without
 

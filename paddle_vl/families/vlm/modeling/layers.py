@@ -11,7 +11,7 @@ Tensor parallelism of a colocated encoder divides the linears that a layer names
 (output features, in so many equal blocks) and `row_linears` (input features).
 
 Source: Qwen3VLVisionModel, Qwen3VLVisionPatchMerger, Qwen3VLModel and Qwen3VLTextModel of HF
-transformers; inputs and outputs of the embedding as PaddleFleet's GPTEmbedding.
+transformers.
 """
 
 from abc import ABC, abstractmethod
@@ -24,13 +24,10 @@ from paddle import Tensor, nn
 from paddle.nn.initializer import Normal
 
 from paddle_vl.batch.positions import PatchRows
+from paddle_vl.batch.schema import VLBatch
+from paddle_vl.batch.visual_index import check_indices, check_level
 from paddle_vl.families.vlm.modeling.config import VLConfig
-from paddle_vl.families.vlm.modeling.embedding_inputs import (
-    EmbeddingSizes,
-    check_level,
-    visual_inputs,
-)
-from paddle_vl.families.vlm.modeling.moe import LoadBalance, SparseMoE
+from paddle_vl.families.vlm.modeling.moe import LoadBalance, SparseMoE, routed_rows
 from paddle_vl.nn.attention import (
     PackedSamples,
     RotaryTables,
@@ -52,8 +49,7 @@ from paddle_vl.nn.operations import (
     swiglu,
     times_constant,
 )
-from paddle_vl.nn.placement import Placement
-from paddle_vl.nn.transfer import true_positions
+from paddle_vl.nn.placement import Placement, RegionOps
 
 
 class VisionFeatures(NamedTuple):
@@ -208,25 +204,45 @@ class PatchMerger(nn.Layer):
         return self.linear_fc2(gelu(self.linear_fc1(x)))
 
 
-def decoder_positions(config: VLConfig, dict_args: dict[str, Any]) -> dict[str, Any]:
-    """The inputs that all decoder layers share, see `GPTEmbedding.forward`."""
-    text, position_ids = config.text_config, dict_args["position_ids"]
+def decoder_positions(config: VLConfig, position_ids: Tensor) -> dict[str, Any]:
+    """Positions `[3, B, L]` as an input of all decoder layers, with their `RotaryTables`."""
+    text = config.text_config
     # Two channels for every slot; of a head that is wider, the first ones are rotated.
     rotated = 2 * sum(text.mrope_section)
     tables = mrope_tables(position_ids, rotated, text.rope_theta, text.mrope_section)
-    passed_on = ("attention_mask", "packed", "routed_rows")
-    shared = {name: dict_args[name] for name in passed_on if dict_args.get(name) is not None}
-    return {"position_ids": position_ids, "rotary_pos_emb": tables, **shared}
+    return {"position_ids": position_ids, "rotary_pos_emb": tables}
+
+
+def decoder_inputs(config: VLConfig, ops: RegionOps, batch: VLBatch) -> dict[str, Any]:
+    """What all decoder layers share, of a batch on the device: positions, and where there are such
+    the mask of left-padded rows, packed samples, and the rows that go to experts."""
+    inputs = decoder_positions(config, batch.position_ids)
+    offsets, shape = batch.cu_seqlens, tuple(batch.input_ids.shape)
+    # With one segment per row, causal attention suffices.
+    if offsets is not None and len(offsets) > shape[0] + 1:
+        inputs["packed"] = PackedSamples(offsets, shape[1], batch.packed_key_ends)
+    if (keys := batch.slice_key_rows) is not None:
+        queries = shape[1] if batch.slice_orders is None else keys.shape[2]
+        inputs["packed"] = SliceMask(keys, queries, batch.slice_orders)
+    mask_BL = batch.attention_mask
+    if mask_BL is not None and batch.has_left_padding is not False and offsets is None:
+        inputs["attention_mask"] = mask_BL
+    if getattr(config.text_config, "num_experts", 0):
+        real = (batch.real_row_indices, batch.num_real_rows)
+        inputs["routed_rows"] = routed_rows(
+            shape, mask_BL, *real, ops.expert_part, batch.expert_capacity
+        )
+    return inputs
 
 
 class GPTEmbedding(nn.Layer):
-    """Embeds tokens, overwrites placeholders with visual embeddings, gathers the deepstack levels.
+    """Embeds tokens, overwrites placeholders with visual embeddings, gathers the deepstack levels;
+    each is one gather and one scatter, by the indices of the batch.
 
-    The visual indices come from the batch or are computed here, once per step, without a host read;
-    the rows of a shard are searched, as no shape tells their number.
+    `embedding_inputs.embedded` takes dictionaries as of PaddleFleet, and searches for indices.
 
     Attributes:
-        num_levels: deepstack levels that a batch with visual tokens must have.
+        num_levels: deepstack levels of a batch with visual tokens.
     """
 
     def __init__(self, config: VLConfig, placement: Placement):
@@ -238,65 +254,46 @@ class GPTEmbedding(nn.Layer):
             text.vocab_size, text.hidden_size, text.initializer_range, config.tie_word_embeddings
         )
 
-    def forward(self, dict_args: dict[str, Any]) -> dict[str, Any]:
-        """Prepare the decoder's input.
+    def forward(self, batch: VLBatch, features: VisionFeatures | None = None) -> dict[str, Any]:
+        """The decoder's inputs: token rows of this rank, and what its layers share.
 
         Args:
-            dict_args: `position_ids` `[3, B, L]` int64; `input_ids` `[B, L]` int64, or
-                `decoder_input` `[B, L, D]` or `[T, D]` in place of their embeddings; optionally
-                `attention_mask`, `packed` and `routed_rows`, passed on. With visual tokens also
-
-                - their embeddings: `image_embeds` / `video_embeds` `[M, D]`; neither if
-                  `decoder_input` has them in place, as in HF;
-                - the deepstack levels, lists of G `[M, D]`: `deepstack_image_embeds` /
-                  `deepstack_video_embeds`, or, of all visual tokens in reading order,
-                  `deepstack_visual_embeds` (HF's name) or `deepstack_visual_emb` (PaddleFleet's);
-                - their places: `visual_update_indices`, `visual_gather_indices` and, with both
-                  modalities, `visual_source_indices` (see `paddle_vl.batch.visual_index`), and
-                  `num_unused_visual_rows`, the number of embeddings that these indices leave out
-                  (None in a slice of the token rows, for any number);
-                  or `visual_pos_masks` `[B, L]` bool; or the placeholders in `input_ids`.
+            batch: on the device, with `input_ids` and, for `features`, the visual indices.
+            features: of the tower, images before videos.
 
         Returns:
-            `hidden_states` `[T, D]`; `position_ids`; `rotary_pos_emb`, the `RotaryTables`
-            `[B, L, H]`; what is passed on, if given; and, unless the batch is all text,
-            `visual_pos_masks` `[B, L]` bool if known, `deepstack_visual_emb` (G tensors
-            `[M_local, D]` in the dtype of the hidden states), `visual_update_indices` and
-            `visual_gather_indices` `[M_local]`.
+            Those of `decoder_inputs`, and `hidden_states` `[T, D]`; with features also
+            `deepstack_visual_emb` (G tensors `[M_local, D]` in the dtype of the hidden states) and
+            `visual_update_indices` `[M_local]`, their rows.
 
         Raises:
-            ValueError: an unknown input, inputs whose shapes or dtypes do not fit each other, or
-                token rows that sequence parallelism does not divide. In the checked mode of
-                `paddle_vl.batch.visual_index` also values: placeholders, mask, indices and
-                embeddings that contradict each other. Elsewhere, where indices are computed, NaN
-                hidden states say so.
+            ValueError: indices or levels of another batch, or token rows that sequence parallelism
+                does not divide. In the checked mode of `paddle_vl.batch.visual_index` also indices
+                that are not those of the placeholders.
         """
-        ops, ids = self.placement.ops, (self.config.image_token_id, self.config.video_token_id)
-        sizes = EmbeddingSizes(self.text.hidden_size, self.num_levels, ids, ops.row_part)
-        visual = visual_inputs(dict_args, sizes, true_positions)
-        outputs = decoder_positions(self.config, dict_args)
-        rows = dict_args.get("decoder_input")
-        rows = self.embed_tokens(dict_args["input_ids"]) if rows is None else rows
-        hidden_TD = ops.enter_rows(rows.reshape([-1, rows.shape[-1]]))
-        if visual is None:
-            return outputs | {"hidden_states": hidden_TD}
-        update = visual.indices.update
-        if visual.rows:
-            visual_MD = _in_order(visual.rows, visual.row_order, hidden_TD.dtype)
-            hidden_TD = paddle.scatter(hidden_TD, update, visual_MD)
-        if visual.counts:
-            hidden_TD = hidden_TD + _zero_or_nan(visual.counts).astype(hidden_TD.dtype)
-        levels = [_in_order(x, visual.level_order, hidden_TD.dtype) for x in visual.levels]
-        outputs |= {
-            "hidden_states": hidden_TD,
+        inputs = decoder_inputs(self.config, self.placement.ops, batch)
+        rows = self.embed_tokens(batch.input_ids)
+        hidden_TD = self.placement.ops.enter_rows(rows.reshape([-1, rows.shape[-1]]))
+        if features is None:
+            return inputs | {"hidden_states": hidden_TD}
+        ids = (self.config.image_token_id, self.config.video_token_id)
+        check_indices(batch, features.merged.shape[0], ids, self.placement.ops.row_part)
+        order_M, source_M = batch.visual_gather_indices, batch.visual_source_indices
+        if source_M is not None:
+            order_M = paddle.index_select(source_M, order_M)
+        merged_MD, *levels = (
+            in_order([x_MD], order_M, hidden_TD.dtype)
+            for x_MD in (features.merged, *features.levels)
+        )
+        update_M = batch.visual_update_indices
+        return inputs | {
+            "hidden_states": paddle.scatter(hidden_TD, update_M, merged_MD),
             "deepstack_visual_emb": levels,
-            "visual_update_indices": update,
-            "visual_gather_indices": visual.indices.gather,
+            "visual_update_indices": update_M,
         }
-        return outputs if visual.mask is None else outputs | {"visual_pos_masks": visual.mask}
 
 
-def _in_order(sources: Sequence[Tensor], order: Tensor | None, dtype: Any) -> Tensor:
+def in_order(sources: Sequence[Tensor], order: Tensor | None, dtype: Any) -> Tensor:
     """Rows of the concatenated sources in that order, all of them for None, in a dtype."""
     rows_MD = sources[0] if len(sources) == 1 else paddle.concat(list(sources), axis=0)
     rows_MD = rows_MD if order is None else paddle.index_select(rows_MD, order)
@@ -511,7 +508,7 @@ class VLLanguageModel(nn.Layer, ABC):
             x_TD: this rank's token rows.
             levels: deepstack levels `[M_local, D]` by the layer that they follow.
             inputs: `rotary_pos_emb`, and optionally `attention_mask`, `packed`, `routed_rows` and
-                `visual_update_indices`, as `GPTEmbedding` returns them.
+                `visual_update_indices`, of `decoder_inputs` and `GPTEmbedding`.
             caches, balance: as of `run`.
         """
         tables: RotaryTables = inputs["rotary_pos_emb"]
@@ -550,14 +547,3 @@ class DeepstackLayer(nn.Layer):
         """
         check_level(x_TD, level_MD, update_M)
         return paddle.index_add(x_TD, update_M, 0, level_MD)
-
-
-def _zero_or_nan(counts: Sequence[tuple[Tensor, int]]) -> Tensor:
-    """-0.0 if every mask has its number of True entries, else NaN: 0-D, without a host read.
-
-    Added to a tensor it changes no bit, or makes it NaN.
-    """
-    value = paddle.full([], -0.0)
-    for mask, count in counts:
-        value = paddle.where(mask.astype("int64").sum() == count, value, float("nan"))
-    return value

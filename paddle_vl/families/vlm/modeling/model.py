@@ -15,16 +15,11 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.batch.positions import PatchRows, frame_runs, vision_layout
+from paddle_vl.batch.positions import PATCH_FIELDS, PatchRows, frame_runs, vision_layout
+from paddle_vl.batch.schema import GRIDS, PIXELS, VLBatch
 from paddle_vl.families.hf_interface import IndexedOutput
 from paddle_vl.families.vlm.folders.pretrained import PretrainedVLModel
-from paddle_vl.families.vlm.modeling.device_batch import (
-    DeviceBatch,
-    Patches,
-    Targets,
-    compute_position_ids,
-    device_batch,
-)
+from paddle_vl.families.vlm.modeling.call_arguments import called_batch, compute_position_ids
 from paddle_vl.families.vlm.modeling.layers import VisionFeatures, VisionTower
 from paddle_vl.families.vlm.modeling.moe import LoadBalance
 from paddle_vl.nn.attention import Segments
@@ -91,17 +86,18 @@ class VLOutput(IndexedOutput):
 class VLForConditionalGeneration(PretrainedVLModel):
     """A complete model. Build it with `from_pretrained` or `from_config`.
 
-        HF's arguments, a collator's batch        device_batch: one copy to the device
-                      |
-                 DeviceBatch ---- patches ----> visual (VisionTower)
-                      |                              | merged rows [M, D], G levels [M, D]
-                    tokens                           v
+        VLBatch of a loader, on the device      HF's arguments: called_batch
+                      |                                  |
+                   VLBatch <-----------------------------+
+                      |------ pixels -----> visual (VisionTower)
+                      |                          | merged rows [M, D], G levels [M, D]
+                      | ids, indices             v
                       +-----> language_model.embedding (GPTEmbedding)
                                   | token rows [T, D], visual rows in place; index lists, levels
                                   v
                               language_model.layers, deepstack level g after layer g; norm
                                   |
-                    targets?  yes: lm_head of N rows, in chunks -> losses, log-probs, choices
+                target rows? yes: lm_head of N rows, in chunks -> losses, log-probs, choices
                               no:  lm_head of all rows           -> logits, loss of labels
 
     Attributes:
@@ -130,45 +126,37 @@ class VLForConditionalGeneration(PretrainedVLModel):
         self.placement.parameter_table.add_replicated(self.parameters())
 
     def __call__(self, *inputs: Any, **fields: Any) -> Any:
-        """Run the model on a `DeviceBatch`, or on what `device_batch` makes one of: HF's arguments,
-        or the fields of a collator's batch; both with `caches` when generating, see `forward`.
-        """
-        if inputs and isinstance(inputs[0], DeviceBatch):
-            return super().__call__(*inputs, **fields)
-        caches = fields.pop("caches", None)
-        if caches is not None:
-            fields["output_router_logits"] = False
-        batch = device_batch(self.config, self.placement.ops, *inputs, **fields)
-        return super().__call__(batch, caches)
+        """Run the model on a `VLBatch` whose arrays are tensors, or on what `called_batch` makes
+        one of: HF's arguments, or fields of a batch."""
+        if inputs and isinstance(inputs[0], VLBatch):
+            return super().__call__(*inputs)
+        return super().__call__(called_batch(self.config, self.placement.ops, *inputs, **fields))
 
-    def forward(self, batch: DeviceBatch, caches: list[KeyValueCache] | None = None) -> VLOutput:
+    def forward(self, batch: VLBatch) -> VLOutput:
         """Tower, embedding, decoder, and what the batch wants of the head.
-
-        Args:
-            caches: one per decoder layer when generating; attention then sees their keys too.
 
         Raises:
             ValueError: packed samples with caches.
         """
-        if caches is not None and batch.tokens["packed"] is not None:
+        ops, caches, balance = self.placement.ops, batch.caches, None
+        inputs = self.language_model.embedding(batch, self.encode_visual(batch))
+        if caches is not None and "packed" in inputs:
             raise ValueError(
                 "caches are given but the batch has packed samples (cu_seqlens): generation needs "
                 "one prompt per row of the batch"
             )
-        ops, balance = self.placement.ops, None
-        if batch.has_balance_loss:
-            balance = LoadBalance(batch.tokens["routed_rows"].num_real, ops.sum_routing)
-        inputs = self.language_model.embedding(batch.tokens | self.encode_visual(batch.patches))
+        if caches is None and self.config.text_config.has_balance_loss(batch.output_router_logits):
+            balance = LoadBalance(inputs["routed_rows"].num_real, ops.sum_routing)
         hidden_TD = self.language_model.run(inputs, caches, balance)
-        if batch.targets is not None:
-            return self.losses(hidden_TD, batch.targets, balance)
+        if batch.target_rows is not None:
+            return self.losses(hidden_TD, batch, balance)
         return self.predict(hidden_TD, batch, balance)
 
     def predict(
-        self, hidden_TD: Tensor, batch: DeviceBatch, balance: LoadBalance | None = None
+        self, hidden_TD: Tensor, batch: VLBatch, balance: LoadBalance | None = None
     ) -> VLOutput:
         """Logits of the token rows `[T, D]` after the final norm, and losses of labels."""
-        shape = list(batch.tokens["input_ids"].shape)
+        shape = list(batch.input_ids.shape)
         if batch.logits_to_keep:
             hidden_BLD = hidden_TD.reshape([*shape, -1])[:, -batch.logits_to_keep :]
             shape = hidden_BLD.shape[:2]
@@ -178,35 +166,35 @@ class VLForConditionalGeneration(PretrainedVLModel):
         if batch.labels is None:
             return self._output(logits_BLV, None, None, None, balance)
         targets_T, weights_T = next_token_targets(batch.labels), None
-        if batch.label_weights is not None:
+        if batch.loss_weights is not None:
             # Shifted like the labels; the last of a row has no target.
-            weights_T = batch.label_weights.roll(-1, axis=1).reshape([-1])
+            weights_T = batch.loss_weights.roll(-1, axis=1).reshape([-1])
         loss_sum = summed_cross_entropy(
             logits_TV, targets_T, weights_T, vocabulary=self.placement.ops.vocabulary
         )
         return self._output(logits_BLV, loss_sum, targets_T, batch.num_target_tokens, balance)
 
     def losses(
-        self, hidden_TD: Tensor, targets: Targets, balance: LoadBalance | None = None
+        self, hidden_TD: Tensor, batch: VLBatch, balance: LoadBalance | None = None
     ) -> VLOutput:
-        """What targets want of the token rows `[T, D]` after the final norm, without logits."""
+        """What the batch wants of its target rows, of the token rows `[T, D]` after the final norm:
+        losses, log-probabilities or choices, without logits of the others."""
         ops, entered_TD = self.placement.ops, self.placement.ops.enter_columns(hidden_TD)
-        if targets.wanted == "choices":
-            choices = head_choices(self.lm_head, entered_TD, targets.rows[0], ops.vocabulary)
-            return VLOutput(choices=choices)
-        rows_N, targets_N = targets.rows[0], targets.rows[1]
-        if targets.wanted == "log_probs":
-            output = self._output(None, None, targets_N, targets.num_tokens, balance)
+        rows_N, targets_N = batch.target_rows[0], batch.target_rows[1]
+        if batch.returns_choices:
+            return VLOutput(choices=head_choices(self.lm_head, entered_TD, rows_N, ops.vocabulary))
+        if batch.returns_log_probs:
+            output = self._output(None, None, targets_N, batch.num_target_tokens, balance)
             wanted = TargetRows(rows_N, targets_N)
             output.tokens = head_log_probs(self.lm_head, entered_TD, wanted, ops.vocabulary)
             return output
         sources = None
-        if targets.sources is not None:
-            sources = TargetSources(targets.sources, paddle.zeros([targets.num_sources]))
-        wanted = TargetRows(rows_N, targets_N, targets.weights, sources)
+        if batch.target_sources is not None:
+            sources = TargetSources(batch.target_sources, paddle.zeros([batch.num_sources]))
+        wanted = TargetRows(rows_N, targets_N, batch.target_weights, sources)
         loss_sum = head_loss(self.lm_head, entered_TD, wanted, ops.vocabulary)
         loss_sum = ops.context.total(loss_sum)
-        output = self._output(None, loss_sum, targets_N, targets.num_tokens, balance)
+        output = self._output(None, loss_sum, targets_N, batch.num_target_tokens, balance)
         output.source_sums = None if sources is None else ops.context.total(sources.sums)
         return output
 
@@ -235,39 +223,30 @@ class VLForConditionalGeneration(PretrainedVLModel):
                 output.loss = output.loss + output.aux_weight * output.aux_loss
         return output
 
-    def encode_visual(self, patches: Patches | None) -> dict[str, Any]:
-        """Run the vision tower once over images and videos together.
-
-        Returns:
-            `image_embeds` `[M, D]`, `deepstack_image_embeds` (a list of `[M, D]`) and the same for
-            videos; empty for an all-text batch, so that the tower gets no gradient, as in HF. With
-            `rows_of_ranks` all are returned as if they were of one kind.
-        """
-        if patches is None:
-            return {}
-        vision, grids = self.config.vision_config, patches.grids
+    def encode_visual(self, batch: VLBatch) -> VisionFeatures | None:
+        """Run the vision tower once over images and videos together, in this order; None for an
+        all-text batch, so that the tower gets no gradient, as in HF. With
+        `visual_rows_of_ranks` the features are those of this rank's token rows."""
+        grids = [batch[name] for name in GRIDS if name in batch]
+        if not grids:
+            return None
+        vision, has_own_only = self.config.vision_config, batch.own_patches is not None
+        pixels = [batch[name] for name in ("own_patches", *PIXELS) if name in batch]
         merged, levels = self.placement.ops.encode_visual(
             self.encode_items,
-            patches.tensors(),
-            np.concatenate(list(grids.values())),
+            [
+                pixels[0] if len(pixels) == 1 else paddle.concat(pixels),
+                *(batch[name] for name in PATCH_FIELDS if name in batch),
+            ],
+            np.concatenate(grids),
             self.visual,
             merge=vision.spatial_merge_size,
             width=vision.out_hidden_size,
             num_levels=len(vision.deepstack_visual_indexes),
-            rows_of_ranks=patches.rows_of_ranks,
-            has_own_only=patches.has_own_only,
+            rows_of_ranks=batch.visual_rows_of_ranks,
+            has_own_only=has_own_only,
         )
-        if patches.rows_of_ranks is not None:
-            kind = next(iter(grids))
-            return {f"{kind}_embeds": merged, f"deepstack_{kind}_embeds": levels}
-        embeds, begin, block = {}, 0, vision.spatial_merge_size**2
-        for kind, grid in grids.items():
-            own = slice(begin, begin + int(grid.prod(axis=1).sum()) // block)
-            begin = own.stop
-            # The rows of one kind are all of them.
-            sections = [x if len(grids) == 1 else x[own] for x in (merged, *levels)]
-            embeds[f"{kind}_embeds"], *embeds[f"deepstack_{kind}_embeds"] = sections
-        return embeds
+        return VisionFeatures(merged, levels)
 
     def encode_items(self, patches: Sequence[Tensor], grid_thw: np.ndarray) -> VisionFeatures:
         """The tower's features of some images and videos, in their order.

@@ -127,14 +127,22 @@ def routed_rows(
         part: the rows that this rank routes.
         capacity: see `RoutedRows`.
     """
-    batch, length = shape_BL
-    if real_row_indices is None and isinstance(attention_mask, np.ndarray | Tensor):
-        every = np.flatnonzero(host_array(attention_mask)[:, -length:])
-        num_real_rows, real_row_indices = len(every), part.of_numbers(every, batch * length)
-    start, stop = part.bounds(batch * length)
+    num_rows = shape_BL[0] * shape_BL[1]
     if real_row_indices is None:
-        num_real_rows = batch * length
+        real_row_indices, num_real_rows = real_rows(shape_BL, attention_mask, part)
+    start, stop = part.bounds(num_rows)
     return RoutedRows(stop - start, device_tensor(real_row_indices), num_real_rows, capacity)
+
+
+def real_rows(
+    shape_BL: tuple[int, int], attention_mask: Any, part: RowPart
+) -> tuple[np.ndarray | None, int]:
+    """`real_row_indices` and `num_real_rows` of a mask, see `routed_rows`."""
+    num_rows, length = shape_BL[0] * shape_BL[1], shape_BL[1]
+    if not isinstance(attention_mask, np.ndarray | Tensor):
+        return None, num_rows
+    every = np.flatnonzero(host_array(attention_mask)[:, -length:])
+    return part.of_numbers(every, num_rows), len(every)
 
 
 def routing_sums(probabilities_RE: Tensor, indices_RK: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from paddle_vl.data.samples import Collator
 from paddle_vl.families.base import BuiltModel
 from paddle_vl.families.vlm.inputs.collate import PreparedCollator, VLCollator
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
-from paddle_vl.families.vlm.inputs.preference import PreferenceCollator
+from paddle_vl.families.vlm.inputs.preference import PreferenceBatch, PreferenceCollator
 from paddle_vl.families.vlm.preference.objective import PreferenceLoss, PreferenceStage
 from paddle_vl.families.vlm.preference.reference import (
     PrecomputedReference,
@@ -71,6 +71,10 @@ class ComparedAnswers:
             self.settings.ld_alpha,
         )
 
+    def prepared(self, collator: Collator, vision: Any) -> PreparedCollator:
+        """Makes batches of such a collator complete."""
+        return PreparedCollator(collator, vision, self.loss.divisors, PreferenceBatch)
+
     def stages_of(self, make_stage: Callable[[Any, range], Any]) -> Callable[[Any, range], Any]:
         """Makes pipeline stages of answers, from those of samples."""
         return lambda model, layers: PreferenceStage(make_stage(model, layers))
@@ -113,7 +117,7 @@ class ComparedAnswers:
         built.model.materialize_all()
         built.model.eval()
         vision = built.model.config.vision_config
-        collator = PreparedCollator(self.collator(built.collator), vision)
+        collator = self.prepared(self.collator(built.collator), vision)
         size = self.config.train.per_device_eval_batch_size
         for file in files.values():
             file.write(log_probs_of(file.data, built, self.loss, collator, size), checksum)

@@ -12,7 +12,7 @@ Shapes: S answers (chosen and rejected in turn), P pairs, N target tokens, B, L 
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +20,12 @@ import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
 
-from paddle_vl.batch.schema import OTHER_LANES, Batch
+from paddle_vl.batch.schema import GRIDS, OF_PATCHES, OTHER_LANES, Batch
 from paddle_vl.data.worker_pool import warn_once
-from paddle_vl.families.vlm.inputs.collate import VISUAL_KEYS
 from paddle_vl.families.vlm.inputs.preference import (
     MISMATCHED,
-    PREFERENCE_FIELDS,
     REFERENCE,
+    PreferenceBatch,
     empty_answers,
 )
 from paddle_vl.families.vlm.modeling.model import VLOutput
@@ -38,9 +37,6 @@ from paddle_vl.nn.head_loss import TokenStatistics
 from paddle_vl.nn.transfer import device_tensor
 
 logger = logging.getLogger(__name__)
-# KTO's z0, a scalar, which the passes before a step add, as they do `REFERENCE`, `[S]`.
-BASELINE = "kto_baseline"
-_FIELDS = (*PREFERENCE_FIELDS, BASELINE)
 
 
 @dataclass
@@ -50,35 +46,35 @@ class AnswerOutput:
     Attributes:
         log_probs: `[S]`, summed over the tokens, with `ld_alpha` weighted ones.
         tokens: `[S]` by statistic: sums over the tokens, not weighted.
-        batch: entries of `PREFERENCE_FIELDS`, and those of the passes before the step.
+        batch: with what the passes before the step have found.
         output: of the model.
     """
 
     log_probs: Tensor
     tokens: TokenStatistics
-    batch: Mapping[str, Any]
+    batch: PreferenceBatch
     output: VLOutput
 
     @classmethod
-    def of(cls, output: VLOutput, batch: Mapping[str, Any]) -> "AnswerOutput":
+    def of(cls, output: VLOutput, batch: PreferenceBatch) -> "AnswerOutput":
         """Sums the tokens of each answer, in the same order on every device."""
-        tokens, answers_N = output.tokens, batch["target_branches"]
+        tokens, answers_N = output.tokens, batch.target_branches
         assert tokens is not None, "the collator asks for log-probabilities"
-        numbers_S = paddle.arange(batch["answer_lengths"].shape[0])
+        numbers_S = paddle.arange(batch.answer_lengths.shape[0])
         is_of_NS = (answers_N.unsqueeze(1) == numbers_S).astype("float32")
 
         def by_answer(values_N: Tensor) -> Tensor:
             return (values_N.unsqueeze(1) * is_of_NS).sum(axis=0)
 
         sums = TokenStatistics(*map(by_answer, tokens))
-        weights_N = batch.get("target_weights")
+        weights_N = batch.target_weights
         weighted_S = sums.log_probs if weights_N is None else by_answer(tokens[0] * weights_N)
         return cls(weighted_S, sums, batch, output)
 
     @property
     def reference(self) -> Tensor:
         """`[S]` of the reference; zeros without one."""
-        given = self.batch.get(REFERENCE)
+        given = self.batch.reference_log_probs
         return paddle.zeros_like(self.log_probs) if given is None else given
 
 
@@ -149,7 +145,7 @@ class PreferenceLoss(VLLoss):
         batch, tokens = output.batch, output.tokens
         compared = self._of_answers if self.settings.is_unpaired else self._of_pairs
         found = compared(output)
-        is_chosen_S, is_real_S = batch["is_chosen"], batch["is_real"]
+        is_chosen_S, is_real_S = batch.is_chosen, batch.is_real
         found["sft_loss"] = -(tokens.log_probs * is_chosen_S * is_real_S).sum()
         aux = output.output.aux_loss
         if aux is not None:
@@ -165,8 +161,8 @@ class PreferenceLoss(VLLoss):
         return {name: found[name] for name in self.terms}
 
     def _of_pairs(self, output: AnswerOutput) -> dict[str, Tensor]:
-        settings, is_real_P = self.settings, output.batch["is_real"][::2]
-        lengths_S = output.batch["answer_lengths"]
+        settings, is_real_P = self.settings, output.batch.is_real[::2]
+        lengths_S = output.batch.answer_lengths
         sides = (output.log_probs, output.reference, lengths_S)
         (c, r), refs, lengths = ((x[::2], x[1::2]) for x in sides)
         pairs = Pairs(c, r, *refs, *lengths, settings)
@@ -194,7 +190,7 @@ class PreferenceLoss(VLLoss):
     @paddle.no_grad()
     def _likelihood(self, output: AnswerOutput) -> Tensor:
         """`[P]`: WPO's weight of each pair."""
-        tokens, lengths_S = output.tokens, output.batch["answer_lengths"]
+        tokens, lengths_S = output.tokens, output.batch.answer_lengths
         means_S = (tokens.log_probs - tokens.log_collision) / lengths_S
         weights_S = means_S.exp()
         return (weights_S[::2] * weights_S[1::2]).clip(max=1.0)
@@ -202,15 +198,15 @@ class PreferenceLoss(VLLoss):
     def _of_answers(self, output: AnswerOutput) -> dict[str, Tensor]:
         settings, batch = self.settings, output.batch
         d_S = output.log_probs - output.reference
-        baseline = batch.get(BASELINE, paddle.zeros([]))
+        baseline = paddle.zeros([]) if batch.kto_baseline is None else batch.kto_baseline
         name = settings.loss_type[0]
-        losses_S = kto_losses(d_S, batch["is_chosen"], baseline, name, settings)
+        losses_S = kto_losses(d_S, batch.is_chosen, baseline, name, settings)
         found = {
-            "preference_loss": (losses_S * batch["is_real"]).sum(),
+            "preference_loss": (losses_S * batch.is_real).sum(),
             "rewards": settings.beta * d_S.detach(),
         }
         if settings.has_baseline:
-            found["kl"] = baseline * batch["has_other"].sum()
+            found["kl"] = baseline * batch.has_other.sum()
         return found
 
     def values(self, output: AnswerOutput) -> Tensor:
@@ -237,22 +233,21 @@ class PreferenceLoss(VLLoss):
             summed: sums over all ranks, which all call it; None in an evaluation, where each batch
                 has a baseline of its own.
         """
-        found: Any = [dict(batch) for batch in batches]
-        for batch, values_S in zip(found, reference, strict=False):
-            batch[REFERENCE] = values_S
+        found: list[Any] = list(batches)
+        for number, values_S in enumerate(reference[: len(found)]):
+            found[number] = found[number] | {REFERENCE: values_S}
         if not self.settings.has_baseline:
             return found
         totals = [paddle.zeros([2]) for _ in found]
         for number, policy_S in enumerate(own):
             ratios_S = policy_S - reference[len(batches) + number]
-            counts_S = device_tensor(found[number]["has_other"])
+            counts_S = device_tensor(found[number].has_other)
             totals[number] = paddle.stack([(ratios_S * counts_S).sum(), counts_S.sum()])
         if summed is not None:
             totals = [summed(sum(totals[1:], totals[0]))] * len(found)
-        for batch, (total, count) in zip(found, totals, strict=True):
-            # The mean before the clamp; 0 without any mismatched answer.
-            batch[BASELINE] = F.relu(total / count.clip(min=1.0))
-        return found
+        # The mean before the clamp; 0 without any mismatched answer.
+        means = [F.relu(total / count.clip(min=1.0)) for total, count in totals]
+        return [batch | {"kto_baseline": mean} for batch, mean in zip(found, means, strict=True)]
 
 
 class PreferenceAdapter(VLBatchAdapter):
@@ -263,29 +258,24 @@ class PreferenceAdapter(VLBatchAdapter):
     """
 
     def __init__(self, inner: VLBatchAdapter, loss: PreferenceLoss):
-        super().__init__(inner.capacity_factor)
         self.inner, self.loss = inner, loss
-
-    def counts(self, batch: Any) -> list[int]:
-        return [batch[divisor] for divisor in self.loss.divisors]
-
-    def num_samples(self, batch: Any) -> int:
-        return batch["num_compared"]
 
     def synchronized(self, batch: Any, needed: Sequence[int], model: nn.Layer) -> Any:
         found: Any = self.inner.synchronized(batch, needed, model)
         if MISMATCHED in batch:
-            names = (*VISUAL_KEYS, "own_patches", OTHER_LANES)
-            shared = {name: batch[name] for name in names if name in batch}
-            own: Any = self.inner.synchronized(shared | batch[MISMATCHED], needed, model)
-            found = {**found, MISMATCHED: own}
+            names = (*GRIDS, *OF_PATCHES, "optional_branches", OTHER_LANES)
+            shared = {name: getattr(batch, name) for name in names}
+            own: Any = self.inner.synchronized(batch[MISMATCHED] | shared, needed, model)
+            found = found | {MISMATCHED: own}
         return found
 
     def idle_batch(self, model: nn.Layer) -> Any:
-        return empty_answers(self.inner.idle_batch(model), self.loss.settings.has_baseline)
+        counts = (0,) * len(self.loss.divisors)
+        idle = self.inner.idle_batch(model) | {"counts": counts}
+        return empty_answers(idle, self.loss.settings.has_baseline)
 
-    def forward(self, model: Any, batch: Mapping[str, Any]) -> AnswerOutput:
-        return AnswerOutput.of(model(**without_answers(batch)), batch)
+    def forward(self, model: Any, batch: PreferenceBatch) -> AnswerOutput:
+        return AnswerOutput.of(model(batch), batch)
 
 
 class PreferenceStage:
@@ -300,16 +290,7 @@ class PreferenceStage:
         self.is_first, self.is_last = stage.is_first, stage.is_last
         self.input_shape, self.reserved_shape = stage.input_shape, stage.reserved_shape
 
-    def __call__(self, batch: dict[str, Any], rows_RD: Tensor | None = None) -> Any:
-        found = self.stage(without_answers(batch), rows_RD)
-        if not isinstance(found, VLOutput):
-            return found
-        names = (*_FIELDS, "target_weights")
-        return AnswerOutput.of(
-            found, {name: device_tensor(batch[name]) for name in names if name in batch}
-        )
-
-
-def without_answers(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a batch that the model takes."""
-    return {name: value for name, value in batch.items() if name not in _FIELDS}
+    def __call__(self, batch: Any, rows_RD: Tensor | None = None) -> Any:
+        batch = self.stage.on_device(batch)
+        found = self.stage(batch, rows_RD)
+        return AnswerOutput.of(found, batch) if isinstance(found, VLOutput) else found

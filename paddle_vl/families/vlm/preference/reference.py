@@ -24,6 +24,7 @@ from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.base import BuiltModel
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.files.text_file import replacing
+from paddle_vl.nn.transfer import on_device
 
 logger = logging.getLogger(__name__)
 COMMAND = "paddle-vl precompute-reference"
@@ -98,7 +99,7 @@ def log_probs_of(
                 if data.on_bad_sample == "fail":
                     raise
         if good:
-            batch = built.adapter.to_device(collator([*good.values()]))
+            batch = on_device(collator([*good.values()]))
             found = loss.values(built.adapter.forward(built.model, batch))
             values[[*good]] = found.numpy().reshape(-1, num_answers)
         logger.info("%d of %d samples", min(start + batch_size, len(data)), len(data))

@@ -15,18 +15,13 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.batch.positions import PATCH_FIELDS
-from paddle_vl.batch.schema import VLBatch
-from paddle_vl.families.vlm.modeling.device_batch import DeviceBatch
+from paddle_vl.batch.schema import OF_PATCHES, OTHER_LANES, PATCH_FIELDS, VLBatch
+from paddle_vl.families.vlm.modeling.layers import VisionFeatures
 from paddle_vl.families.vlm.modeling.model import VLForConditionalGeneration
 from paddle_vl.families.vlm.training.objective import VLBatchAdapter
 from paddle_vl.families.vlm.training.pipeline import VLStage
 from paddle_vl.nn.transfer import device_tensor, rows_in_order
 
-# Entry of a batch: data-parallel ranks with images or videos in this micro-batch.
-RANKS_WITH_VISUAL = "num_ranks_with_visual"
-# Entry of a batch: the tower's rows by section number.
-SECTIONS = "visual_sections"
 # Kinds of items in the order of their rows: their pixels and grids.
 KINDS = {
     "image": ("pixel_values", "image_grid_thw"),
@@ -62,7 +57,7 @@ class VisualEncoder:
 
     def has_items_anywhere(self, batch: VLBatch) -> bool:
         """Whether any data-parallel rank's batch has images or videos, as the ranks agreed."""
-        return bool(batch.get(RANKS_WITH_VISUAL, 0))
+        return bool(batch.num_ranks_with_visual)
 
     def encode(self, batches: Sequence[VLBatch], own: Sequence[np.ndarray]) -> Tensor:
         """`[M, C]`: rows of the given items of each batch, in one forward pass of the tower."""
@@ -90,11 +85,10 @@ class VisualEncoder:
         own = {1 + level for level in levels if level in chunk.layers}
         return own | {0} if chunk.is_first else own
 
-    def language_batch(self, batch: VLBatch, sections: Mapping[int, Tensor]) -> dict[str, Any]:
+    def language_batch(self, batch: VLBatch, sections: Mapping[int, Tensor]) -> VLBatch:
         """The batch with rows in place of pixels."""
-        without = {RANKS_WITH_VISUAL, *(pixels for pixels, _ in KINDS.values())}
-        rest = {name: value for name, value in batch.items() if name not in without}
-        return {**rest, SECTIONS: sections}
+        unread = (*OF_PATCHES, "num_ranks_with_visual", OTHER_LANES)
+        return batch | dict.fromkeys(unread) | {"visual_sections": dict(sections)}
 
 
 def _grid(batch: Mapping[str, Any], kind: str) -> np.ndarray:
@@ -134,36 +128,21 @@ class ColocatedStage(VLStage):
     def __init__(self, model: VLForConditionalGeneration, layers: range):
         super().__init__(model, layers)
         self.runs_tower = False
-        embedding = model.language_model.embedding
-        if embedding is not None:
-            # Levels do not pass through it.
-            embedding.num_levels = 0
 
     def travelling(self, layer: int) -> range:
         return range(0)
 
-    def device_batch(self, batch: dict[str, Any]) -> DeviceBatch:
-        return super().device_batch({k: v for k, v in batch.items() if k != SECTIONS})
+    def features(self, batch: VLBatch) -> VisionFeatures | None:
+        """The merged rows of a batch, as features without levels; None for an all-text batch."""
+        merged_MD = batch.visual_sections.get(0)
+        return None if merged_MD is None else VisionFeatures(merged_MD, [])
 
-    def visual_rows(self, batch: dict[str, Any], own: DeviceBatch) -> dict[str, Any]:
-        """The merged rows of a batch by kind; empty for an all-text batch."""
-        merged_MD = batch[SECTIONS].get(0)
-        if merged_MD is None:
-            return {}
-        block = self.model.config.vision_config.spatial_merge_size**2
-        rows = {}
-        for kind in KINDS:
-            grid_thw = batch.get(f"{kind}_grid_thw")
-            if grid_thw is not None:
-                rows[f"{kind}_embeds"] = int(grid_thw.prod(axis=1).sum()) // block
-        return dict(zip(rows, paddle.split(merged_MD, list(rows.values())), strict=True))
-
-    def own_levels(self, batch: dict[str, Any], tokens: dict[str, Any]) -> dict[int, Tensor]:
+    def own_levels(self, batch: VLBatch) -> dict[int, Tensor]:
         """This rank's rows of the deepstack levels in a batch, by level."""
-        levels = {section - 1: rows for section, rows in batch[SECTIONS].items() if section}
+        levels = {section - 1: rows for section, rows in batch.visual_sections.items() if section}
         if not levels:
             return {}
-        gather, source = tokens["visual_gather_indices"], tokens["visual_source_indices"]
+        gather, source = batch.visual_gather_indices, batch.visual_source_indices
         if source is not None:
             gather = paddle.index_select(source, gather)
         return {level: paddle.index_select(rows_MD, gather) for level, rows_MD in levels.items()}
@@ -173,5 +152,4 @@ class ColocatedBatchAdapter(VLBatchAdapter):
     """Batches without a dummy image: the encoder skips what no rank needs."""
 
     def synchronized(self, batch: VLBatch, needed: Sequence[int], model: nn.Layer) -> VLBatch:
-        synchronized: Any = {**batch, RANKS_WITH_VISUAL: needed[0]}
-        return synchronized
+        return batch | {"num_ranks_with_visual": needed[0]}

@@ -5,28 +5,22 @@ runs the vision tower on a dummy image that no token receives, and a rank withou
 a batch of padding. Neither affects loss or gradients.
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import paddle
 from paddle import Tensor, concat, nn
 
-from paddle_vl.batch.positions import real_lengths
 from paddle_vl.batch.row_slices import RowSlice
 from paddle_vl.batch.rows import IGNORE_INDEX
-from paddle_vl.batch.schema import GRIDS, WHOLE_ROWS, VLBatch
+from paddle_vl.batch.schema import VLBatch
 from paddle_vl.families.vlm.inputs.collate import prepared
 from paddle_vl.families.vlm.modeling.model import VLOutput
 from paddle_vl.nn.objective import BatchAdapter, Loss
 from paddle_vl.nn.placement import Context
-from paddle_vl.nn.transfer import device_tensor
 
-_HOST_ARRAYS = frozenset({*GRIDS, "cu_seqlens", "visual_rows_of_ranks", WHOLE_ROWS})
-
-# Of a slice: what is counted in the whole batch, and what is not in it.
-_COUNTED = ("attention_mask", "cu_seqlens", "target_rows", *GRIDS)
+# What is not in a slice.
 _CUT = ("cu_seqlens", "packed_key_ends", "visual_source_indices")
 _OF_TARGETS = ("target_weights", "target_sources")
 
@@ -73,55 +67,17 @@ class VLLoss(Loss):
 
 
 class VLBatchAdapter(BatchAdapter[VLBatch]):
-    """Batches of `VLCollator`. The one optional branch is the vision tower.
-
-    Args:
-        capacity_factor: `parallel.expert_capacity_factor`.
-    """
-
-    def __init__(self, capacity_factor: float | None = None):
-        self.capacity_factor = capacity_factor
-
-    def counts(self, batch: VLBatch) -> list[int]:
-        return [batch["num_target_tokens"]]
-
-    def num_samples(self, batch: VLBatch) -> int:
-        return len(self.lengths(batch))
-
-    def num_tokens(self, batch: VLBatch) -> int:
-        return int(whole_rows(batch)["attention_mask"].sum())
-
-    def num_packed_places(self, batch: VLBatch) -> int:
-        whole = whole_rows(batch)
-        return whole["attention_mask"].size if "cu_seqlens" in whole else 0
-
-    def lengths(self, batch: VLBatch) -> list[int]:
-        whole = whole_rows(batch)
-        return real_lengths(whole["attention_mask"], whole.get("cu_seqlens")).tolist()
-
-    def expert_capacity(self, batch: VLBatch) -> int | None:
-        factor, rows = self.capacity_factor, batch.get("real_row_indices")
-        # Batches of models with experts list them.
-        return None if factor is None or rows is None else math.ceil(factor * len(rows))
-
-    def optional_branches(self, batch: VLBatch) -> list[bool]:
-        return [has_visual(batch)]
-
-    def is_for_device(self, name: str) -> bool:
-        return name not in _HOST_ARRAYS
-
-    def to_device(self, batch: VLBatch) -> VLBatch:
-        moved = {
-            name: device_tensor(value) if self.is_for_device(name) else value
-            for name, value in batch.items()
-        }
-        return cast(VLBatch, moved)
+    """The one optional branch is the vision tower."""
 
     def forward(self, model: nn.Layer, batch: VLBatch) -> Any:
-        return model(**batch)
+        return model(batch)
 
     def synchronized(self, batch: VLBatch, needed: Sequence[int], model: nn.Layer) -> VLBatch:
-        if needed[0] and model.placement.ops.layers_are_collective and not has_visual(batch):
+        if (
+            needed[0]
+            and model.placement.ops.layers_are_collective
+            and not batch.optional_branches[0]
+        ):
             return with_unused_image(batch, model.config.vision_config)
         return batch
 
@@ -129,16 +85,6 @@ class VLBatchAdapter(BatchAdapter[VLBatch]):
         ops = model.placement.ops
         empty = prepared(empty_batch(ops.row_part.size * ops.context.size))
         return empty if ops.context.size == 1 else sliced(empty, ops.context)
-
-
-def whole_rows(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The batch, or what counts need of the whole one that it is a slice of."""
-    return batch.get(WHOLE_ROWS, batch)
-
-
-def has_visual(batch: VLBatch) -> bool:
-    """Whether the vision tower runs for a batch."""
-    return "image_grid_thw" in batch or "video_grid_thw" in batch
 
 
 def with_unused_image(batch: VLBatch, vision: Any) -> VLBatch:
@@ -149,15 +95,14 @@ def with_unused_image(batch: VLBatch, vision: Any) -> VLBatch:
     """
     merge = vision.spatial_merge_size
     no_rows = np.zeros([0], dtype=np.int64)
-    # All ranks get the one row.
-    batch = cast(Any, {n: v for n, v in batch.items() if n != "visual_rows_of_ranks"})
-    return {
-        **batch,
+    return batch | {
         "pixel_values": np.zeros([merge**2, vision.patch_dim], dtype=np.float32),
         "image_grid_thw": np.array([[1, merge, merge]], dtype=np.int64),
         "visual_update_indices": no_rows,
         "visual_gather_indices": no_rows,
         "num_unused_visual_rows": 1,
+        # All ranks get the one row.
+        "visual_rows_of_ranks": None,
     }
 
 
@@ -168,18 +113,17 @@ def sliced(batch: VLBatch, context: Context) -> VLBatch:
     its rows.
 
     Args:
-        batch: as `prepared`, padded on the right.
+        batch: padded on the right; its counts are those of the whole.
 
     Raises:
         ValueError: `size` does not divide the token rows.
     """
-    whole: Any = batch
+    whole = batch
     rows, length = whole["input_ids"].shape
     offsets_S = whole.get("cu_seqlens", np.arange(rows + 1) * length)
     offsets_S = offsets_S.astype(np.int64)
     own = RowSlice.of(offsets_S, context.rank, context.size)
-    found = {name: value for name, value in whole.items() if name not in _CUT}
-    found[WHOLE_ROWS] = {name: whole[name] for name in _COUNTED if name in whole}
+    found: dict[str, Any] = dict.fromkeys(_CUT)
     for name in ("input_ids", "attention_mask", "position_ids"):
         axes = [*whole[name].shape[:-2], -1]
         found[name] = whole[name].reshape(axes)[..., own.rows][..., None, :]
@@ -193,10 +137,10 @@ def sliced(batch: VLBatch, context: Context) -> VLBatch:
     if "real_row_indices" in whole:
         real_R = whole["real_row_indices"]
         found["real_row_indices"] = own.places[real_R[own.chosen(real_R)]]
-    return cast(VLBatch, found)
+    return whole | found
 
 
-def _own_targets(whole: Any, own: RowSlice) -> dict[str, np.ndarray]:
+def _own_targets(whole: VLBatch, own: RowSlice) -> dict[str, np.ndarray]:
     rows_N, targets_N = whole["target_rows"]
     chosen_N = own.chosen(rows_N)
     if chosen_N.any():
@@ -207,7 +151,7 @@ def _own_targets(whole: Any, own: RowSlice) -> dict[str, np.ndarray]:
     return found | {name: np.zeros_like(whole[name][:1]) for name in _OF_TARGETS if name in whole}
 
 
-def _own_visual(whole: Any, own: RowSlice, context: Context) -> dict[str, Any]:
+def _own_visual(whole: VLBatch, own: RowSlice, context: Context) -> dict[str, Any]:
     """The visual rows of the slice."""
     update_M, numbers_M = whole["visual_update_indices"], whole["visual_gather_indices"]
     chosen_M, source_M = own.chosen(update_M), whole.get("visual_source_indices")
@@ -230,8 +174,8 @@ def _own_visual(whole: Any, own: RowSlice, context: Context) -> dict[str, Any]:
     return {**found, "visual_gather_indices": places_M, "visual_source_indices": taken_M}
 
 
-def empty_batch(length: int) -> VLBatch:
-    """One sample of padding without targets.
+def empty_batch(length: int) -> dict[str, Any]:
+    """One sample of padding without targets, as a collator's.
 
     Args:
         length: number of tokens, a multiple of the mp degree under sequence parallelism.

@@ -8,19 +8,17 @@ Shapes: I items, P patches.
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
-from paddle_vl.batch.positions import PATCH_FIELDS, patch_places
-from paddle_vl.batch.schema import GRIDS, PIXELS, VLBatch
+from paddle_vl.batch.positions import patch_places
+from paddle_vl.batch.schema import GRIDS, OF_PATCHES, PIXELS, VLBatch
 from paddle_vl.nn.placement import RegionOps
-
-_OF_PATCHES = (*PIXELS, *PATCH_FIELDS)
 
 
 def with_own_pixels(batch: VLBatch, vision: Any, ops: RegionOps | None) -> VLBatch:
-    """A batch of the collator with `own_patches` and their places in place of all pixels.
+    """A batch with `own_patches` and their places in place of all pixels.
 
     Unchanged without images and videos. A rank without an item gets no patches, or a black row
     where its tower's layers are collective.
@@ -29,23 +27,22 @@ def with_own_pixels(batch: VLBatch, vision: Any, ops: RegionOps | None) -> VLBat
         vision: the tower's configuration.
         ops: of the rank; None without a tower, as on later pipeline stages: it gets no pixels.
     """
-    fields: Any = batch
-    pixels = [fields[name] for name in PIXELS if name in fields]
+    pixels = [batch[name] for name in PIXELS if name in batch]
     if not pixels:
         return batch
-    rest = {name: value for name, value in fields.items() if name not in _OF_PATCHES}
+    found: dict[str, Any] = dict.fromkeys(OF_PATCHES)
     if ops is None:
-        return cast(VLBatch, rest)
-    grids = [fields[name] for name in GRIDS if name in fields]
+        return batch | found
+    grids = [batch[name] for name in GRIDS if name in batch]
     grid_thw, items = ops.own_items(np.concatenate(grids))
     if items.size:
-        rest["own_patches"], own_grid = _rows_of(pixels, grid_thw, items), grid_thw[items]
+        found["own_patches"], own_grid = _rows_of(pixels, grid_thw, items), grid_thw[items]
     else:
         merge, count = vision.spatial_merge_size, int(ops.layers_are_collective)
         shape = count * merge**2, vision.patch_dim
-        rest["own_patches"] = np.zeros(shape, dtype=np.float32)
+        found["own_patches"] = np.zeros(shape, dtype=np.float32)
         own_grid = np.array([[1, merge, merge]] * count)
-    return cast(VLBatch, rest | (patch_places(own_grid, vision) if len(own_grid) else {}))
+    return batch | (found | (patch_places(own_grid, vision) if len(own_grid) else {}))
 
 
 def _rows_of(arrays: Sequence[np.ndarray], grid_thw: np.ndarray, items: np.ndarray) -> np.ndarray:

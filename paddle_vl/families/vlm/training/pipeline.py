@@ -15,10 +15,11 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
-from paddle_vl.families.vlm.modeling.device_batch import DeviceBatch, device_batch
-from paddle_vl.families.vlm.modeling.layers import decoder_positions
+from paddle_vl.batch.schema import OF_PATCHES, VLBatch
+from paddle_vl.families.vlm.modeling.layers import VisionFeatures, decoder_inputs
 from paddle_vl.families.vlm.modeling.model import VLForConditionalGeneration, VLOutput
 from paddle_vl.families.vlm.modeling.moe import LoadBalance
+from paddle_vl.nn.transfer import on_device
 
 # Assumed share of visual tokens in the cost of the vision tower.
 VISUAL_SHARE = 0.5
@@ -58,7 +59,7 @@ class VLStage:
         self.num_layers_before = sum(text.has_experts(i) for i in range(layers.start))
         self._dtype = model.parameters()[0].dtype
 
-    def input_shape(self, batch: dict[str, Any]) -> tuple[int, int]:
+    def input_shape(self, batch: VLBatch) -> tuple[int, int]:
         """(R, D) of the message that this stage receives, from the shapes of the batch.
 
         Raises:
@@ -66,7 +67,7 @@ class VLStage:
         """
         return self._shape(self._num_token_rows(batch), _num_visual_rows(batch))
 
-    def reserved_shape(self, batch: dict[str, Any], rows: Any) -> tuple[int, int]:
+    def reserved_shape(self, batch: VLBatch, rows: Any) -> tuple[int, int]:
         """(R, D) of the message for the largest supported micro-batch.
 
         Args:
@@ -92,8 +93,8 @@ class VLStage:
             )
         return self._shape(tokens, min(rows.visual, tokens))
 
-    def _num_token_rows(self, batch: dict[str, Any]) -> int:
-        return batch["input_ids"].size // self.model.placement.ops.row_part.size
+    def _num_token_rows(self, batch: VLBatch) -> int:
+        return batch.input_ids.size // self.model.placement.ops.row_part.size
 
     def _shape(self, tokens: int, visual: int) -> tuple[int, int]:
         rows = tokens + len(self.travelling(self.layers.start)) * visual
@@ -102,32 +103,33 @@ class VLStage:
             rows += num_float32_rows(self.sums_shape, width, self._dtype)
         return rows, width
 
-    def __call__(self, batch: dict[str, Any], rows_RD: Tensor | None = None) -> Tensor | VLOutput:
+    def __call__(self, batch: VLBatch, rows_RD: Tensor | None = None) -> Tensor | VLOutput:
         """The message for the next stage `[R, D]`; for the last stage the output with losses.
 
         Args:
-            batch: a batch of the collator.
             rows_RD: output of the previous stage; None for the first.
         """
-        model, own = self.model, self.device_batch(batch)
-        tokens, balance = own.tokens, None
+        model, batch, balance = self.model, self.on_device(batch), None
+        if self.is_first:
+            inputs = model.language_model.embedding(batch, self.features(batch))
+        else:
+            inputs = decoder_inputs(model.config, model.placement.ops, batch)
         if self.sends_sums:
-            rows = tokens["routed_rows"]
+            rows = inputs["routed_rows"]
             balance = LoadBalance(rows.num_real, model.placement.ops.sum_routing)
         if self.is_first:
-            inputs = model.language_model.embedding(tokens | self.visual_rows(batch, own))
             x_TD = inputs["hidden_states"]
             levels = dict(enumerate(inputs.get("deepstack_visual_emb", [])))
         else:
-            inputs = tokens | decoder_positions(model.config, tokens)
             assert rows_RD is not None, "a later stage needs the message of the previous one"
             x_TD, levels = self._unpack(rows_RD, _num_visual_rows(batch), balance)
-        levels |= self.own_levels(batch, tokens)
-        caches = batch.get("caches")
-        x_TD = model.language_model.run_layers(self.layers, x_TD, levels, inputs, caches, balance)
+            inputs["visual_update_indices"] = batch.visual_update_indices
+        levels |= self.own_levels(batch)
+        x_TD = model.language_model.run_layers(
+            self.layers, x_TD, levels, inputs, batch.caches, balance
+        )
         if self.is_last:
-            assert own.targets is not None, "a prepared batch has target rows"
-            return model.losses(model.language_model.norm(x_TD), own.targets, balance)
+            return model.losses(model.language_model.norm(x_TD), batch, balance)
         left = [levels[g] for g in self.travelling(self.layers.stop) if g in levels]
         if balance is not None:
             sums_2E = balance.sums_2E
@@ -136,19 +138,20 @@ class VLStage:
             left.append(float32_to_rows(sums_2E, x_TD.shape[1], x_TD.dtype))
         return paddle.concat([x_TD, *left]) if left else x_TD
 
-    def device_batch(self, batch: dict[str, Any]) -> DeviceBatch:
+    def on_device(self, batch: VLBatch) -> VLBatch:
         """What this stage needs of a batch, on the device."""
-        fields = {name: value for name, value in batch.items() if name != "caches"}
-        for_what = {"has_tower": self.runs_tower, "has_head": self.is_last}
-        return device_batch(self.model.config, self.model.placement.ops, **fields, **for_what)
+        unread = () if self.runs_tower else OF_PATCHES
+        if not self.is_last:
+            unread += ("target_rows", "target_weights", "target_sources")
+        return on_device(batch | dict.fromkeys(unread))
 
-    def own_levels(self, batch: dict[str, Any], tokens: dict[str, Any]) -> dict[int, Tensor]:
+    def own_levels(self, batch: VLBatch) -> dict[int, Tensor]:
         """This rank's rows of deepstack levels that come with the batch itself, by level."""
         return {}
 
-    def visual_rows(self, batch: dict[str, Any], own: DeviceBatch) -> dict[str, Any]:
-        """The outputs of the tower for a batch, as inputs of the embedding."""
-        return self.model.encode_visual(own.patches)
+    def features(self, batch: VLBatch) -> VisionFeatures | None:
+        """Of the tower, for the embedding."""
+        return self.model.encode_visual(batch)
 
     def _unpack(
         self, rows_RD: Tensor, num_visual: int, balance: LoadBalance | None
@@ -170,9 +173,9 @@ class VLStage:
         return range(min(layer, self.num_levels), self.num_levels)
 
 
-def _num_visual_rows(batch: dict[str, Any]) -> int:
-    indices = batch.get("visual_update_indices")
-    if indices is None and (batch.get("image_grid_thw") is not None):
+def _num_visual_rows(batch: VLBatch) -> int:
+    indices = batch.visual_update_indices
+    if indices is None and batch.image_grid_thw is not None:
         raise ValueError(
             "a batch with visual tokens needs visual_update_indices and visual_gather_indices in a "
             "pipeline, to know the shape of messages: the collator adds them"

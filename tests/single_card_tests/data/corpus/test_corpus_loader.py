@@ -98,8 +98,8 @@ def test_a_state_of_all_ranks_is_that_of_one(stream):
 
 def test_tokens_and_documents_of_each_source_are_counted(stream):
     batches = list(islice(loader(), 40))
-    tokens = sum(batch["source_tokens"] for batch in batches)
-    documents = sum(batch["source_documents"] for batch in batches)
+    tokens = np.sum([batch["source_tokens"] for batch in batches], axis=0)
+    documents = np.sum([batch["source_documents"] for batch in batches], axis=0)
     pieces = [piece for batch in batches for row in batch["rows"] for piece in row]
     for source in range(3):
         own = [piece for piece in pieces if piece[0] // 100_000 // 1_000_000 == source + 1]

@@ -15,7 +15,7 @@ from paddle_vl.config.load import load_run_config
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
 from paddle_vl.families.pi07.objective import PolicyBatchAdapter
 from paddle_vl.families.pi07.pipeline import (
-    IMAGE_ITEMS,
+    ON_HOST,
     ColocatedBatchAdapter,
     ImageItems,
     PI07Encoder,
@@ -23,7 +23,9 @@ from paddle_vl.families.pi07.pipeline import (
 )
 from paddle_vl.families.pi07.prefix import Presence, presence_of
 from paddle_vl.families.pi07.recipe import encoder_shape, model_shape
+from paddle_vl.families.policy.model_inputs import PlannerBatch, PolicyBatch
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
+from paddle_vl.nn.transfer import on_device
 from paddle_vl.parallel.colocated.runner import Leaves
 from paddle_vl.parallel.degrees import ParallelDegrees, TopologyPlan, plan_problems
 from paddle_vl.testing import record_device_copies
@@ -166,13 +168,14 @@ def test_masked_images_are_no_items_and_a_padded_past_costs_nothing():
     assert [len(each) for each in PI07Encoder(model).items({})] == [0, 0]
 
 
-def test_rows_of_another_order_are_seen():
-    model, batch = golden_model(freeze_vision_encoder=False), policy_batch()
+def test_rows_of_another_order_are_seen(monkeypatch):
+    model, batch, of = golden_model(freeze_vision_encoder=False), policy_batch(), ImageItems.of
     wanted = model(batch, per_sample=True)["CE"].item()
     items = ImageItems.of(batch)
     items.places[0], items.places[1] = items.places[1], items.places[0]
     items.frames[:2] = items.frames[1::-1].copy()
-    losses, *_ = colocated_losses(model, [1, 3], batch | {IMAGE_ITEMS: items})
+    monkeypatch.setattr(ImageItems, "of", lambda found: items if found else of({}))
+    losses, *_ = colocated_losses(model, [1, 3], batch)
     assert abs(losses["CE"].item() - wanted) > 1e-5 * wanted
 
 
@@ -194,22 +197,19 @@ def test_a_later_stage_has_the_tower_and_nothing_else_of_the_prefix():
         assert model.whole_shapes() == whole.whole_shapes()
 
 
-def test_images_stay_on_the_host_and_items_are_taken_before_masks_leave_it():
-    batch = policy_batch()
-    for agrees in (True, False):
-        adapter = ColocatedBatchAdapter(lambda: batch, agrees)
-        assert [n for n in batch if not adapter.is_for_device(n)] == ["videos", "subgoal_images"]
-        prepared = adapter.prepared(batch)
-        assert len(prepared[IMAGE_ITEMS].places) == 5
-        assert ("presence" in prepared) == (not agrees)
-    plain = PolicyBatchAdapter(lambda: batch)
-    assert all(map(plain.is_for_device, batch))
-    assert IMAGE_ITEMS not in plain.prepared(batch)
+def test_images_and_what_tells_of_items_stay_on_the_host():
+    fields = {name: value for name, value in policy_batch().items() if name in PolicyBatch.names()}
+    batch = PolicyBatch(**fields, on_host=ON_HOST)
+    there = on_device(batch)
+    assert there.videos[0] is batch.videos[0]
+    assert len(ImageItems.of(there).places) == 5
+    assert isinstance(there.state, paddle.Tensor)
 
 
 @pytest.mark.parametrize("make", [policy_batch, planner.make_batch], ids=["policy", "planner"])
 def test_an_idle_batch_has_no_items(make):
-    batch = make()
+    fields, kind = make(), PolicyBatch if make is policy_batch else PlannerBatch
+    batch = kind(**{name: value for name, value in fields.items() if name in kind.names()})
     idle = ColocatedBatchAdapter(lambda: batch).idle_batch(None)
     assert ImageItems.of(batch).places
     assert ImageItems.of(idle).places == []

@@ -20,10 +20,9 @@ from paddle_vl import PI07HighLevelPlanner
 from paddle_vl.families.pi07.config import PI07PlannerConfig
 from paddle_vl.families.pi07.decoder import block_mask, prefix_positions
 from paddle_vl.families.pi07.flow import as_tensors
-from paddle_vl.families.pi07.objective import with_target_rows
 from paddle_vl.families.pi07.planner import PI07HighLevelPlannerModel, _Reader
 from paddle_vl.families.pi07.prefix import Presence, presence_of
-from paddle_vl.families.policy.model_inputs import state_texts
+from paddle_vl.families.policy.model_inputs import planner_targets, state_texts
 from paddle_vl.families.policy.tokenizers import PromptTokenizer
 from paddle_vl.nn import head_loss, placement
 from tests.support.gpu_stubs.pretended import pretended_gpu
@@ -157,7 +156,7 @@ def test_losses_from_the_slots_with_a_token_are_those_of_all_slots(untrained, mo
 
     monkeypatch.setattr(placement.F, "cross_entropy", measured)
     monkeypatch.setattr(head_loss, "CHUNK_LOGITS", 4000)
-    for given in (batch, with_target_rows(batch)):
+    for given in (batch, batch | planner_targets(batch)):
         model = golden_planner()
         model.untrained_losses = untrained
         largest.append(0)

@@ -4,6 +4,7 @@ import numpy as np
 import paddle
 
 from paddle_vl.batch.visual_index import RowPart, host_visual_indices
+from paddle_vl.families.vlm.modeling.embedding_inputs import embedded
 from paddle_vl.families.vlm.modeling.layers import GPTEmbedding
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, token_rows
@@ -21,9 +22,21 @@ IMAGES = token_rows([1, ("image", 7), 2], [3, 4], [5, ("image", 2), 6, ("image",
 TEXT = token_rows([1, 2, 3], [4, 5], length=8)
 
 
-def build(placement=None) -> GPTEmbedding:
+class DictEmbedding(paddle.nn.Layer):
+    """An embedding called with a dictionary."""
+
+    def __init__(self, placement):
+        super().__init__()
+        self.embedding = GPTEmbedding(tiny_config(), placement)
+        self.embed_tokens = self.embedding.embed_tokens
+
+    def forward(self, dict_args):
+        return embedded(self.embedding, dict_args)
+
+
+def build(placement=None) -> DictEmbedding:
     paddle.seed(0)
-    return GPTEmbedding(tiny_config(), placement or SingleDevicePlacement())
+    return DictEmbedding(placement or SingleDevicePlacement())
 
 
 def visual_args(ids_BL: np.ndarray, seed: int = 0) -> dict:

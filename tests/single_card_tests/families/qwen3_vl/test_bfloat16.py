@@ -13,7 +13,7 @@ import pytest
 from paddle_vl import Qwen3VLForConditionalGeneration
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.testing.qwen3_vl import EXPERTS
-from tests.single_card_tests.train.batches import image_batch
+from tests.single_card_tests.train.batches import image_fields
 from tests.support.gpu_stubs.attention import FLASH
 from tests.support.tiny import tiny_config
 from tests.support.traced import Cast, Operator, trace
@@ -28,7 +28,7 @@ NARROW = {
 
 
 def run_model(**text_settings) -> None:
-    batch = image_batch([[1, 2, 3, 4], [5, 6, 7]], [2, 1])
+    batch = image_fields([[1, 2, 3, 4], [5, 6, 7]], [2, 1])
     with default_dtype("bfloat16"):
         model = Qwen3VLForConditionalGeneration(tiny_config(**text_settings))
     inputs = {

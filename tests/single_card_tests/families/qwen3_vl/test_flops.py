@@ -1,12 +1,17 @@
 """FLOPs of a Qwen3-VL, counted from its configuration, equal the matrix products of the model
 exactly; of published sizes they are the published numbers."""
 
-import numpy as np
 import pytest
 
 from paddle_vl import Qwen3VLConfig
+from paddle_vl.batch.schema import VLBatch
 from paddle_vl.config.schema import LoRAConfig
-from paddle_vl.families.vlm.inputs.collate import PackedCollator, VLCollator
+from paddle_vl.families.vlm.inputs.collate import (
+    PackedCollator,
+    PreparedCollator,
+    VLCollator,
+    prepared,
+)
 from paddle_vl.families.vlm.modeling.flops import VLFlops
 from paddle_vl.families.vlm.settings import PARTS
 from paddle_vl.families.vlm.training.objective import with_unused_image
@@ -20,6 +25,7 @@ from tests.support.tiny import tiny_config, tiny_model
 pytestmark = pytest.mark.usefixtures("uncompiled")
 
 COLLATOR = VLCollator(0, IMAGE, VIDEO)
+COMPLETE = PreparedCollator(COLLATOR, None)
 
 
 BOTH = sample(
@@ -32,10 +38,10 @@ TEXT_AS_LONG = sample(list(range(2, 16)))
 LONG_TEXT = sample(list(range(1, 60)) * 3)
 VIDEO_ALONE = sample([8, ("video", 6), 9, ("video", 6), 10], [], [[2, 4, 6]])
 BATCHES = {
-    "images, video, text": COLLATOR([BOTH, TEXT_AS_LONG]),
-    "video": COLLATOR([VIDEO_ALONE]),
-    "text over several blocks of queries": COLLATOR([LONG_TEXT]),
-    "packed": PackedCollator(COLLATOR)([[BOTH, TEXT], [VIDEO_ALONE, sample([1, 2, 3])]]),
+    "images, video, text": COMPLETE([BOTH, TEXT_AS_LONG]),
+    "video": COMPLETE([VIDEO_ALONE]),
+    "text over several blocks of queries": COMPLETE([LONG_TEXT]),
+    "packed": prepared(PackedCollator(COLLATOR)([[BOTH, TEXT], [VIDEO_ALONE, sample([1, 2, 3])]])),
 }
 FROZEN = {
     "nothing": [],
@@ -119,12 +125,12 @@ def test_a_tied_head_is_trained_as_the_embedding_is(monkeypatch):
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_is_no_work(side):
     counter = VLFlops(tiny_config())
-    alone = [counter(COLLATOR([item])) for item in (BOTH, TEXT, LONG_TEXT)]
+    alone = [counter(COMPLETE([item])) for item in (BOTH, TEXT, LONG_TEXT)]
     padded = VLCollator(0, IMAGE, VIDEO, padding_side=side, pad_to_multiple_of=64)
-    assert counter(padded([BOTH, TEXT, LONG_TEXT])) == sum(alone)
+    assert counter(prepared(padded([BOTH, TEXT, LONG_TEXT]))) == sum(alone)
     if side == "right":
         rows = [[TEXT, BOTH], [LONG_TEXT], []]
-        assert counter(PackedCollator(padded)(rows)) == sum(alone)
+        assert counter(prepared(PackedCollator(padded)(rows))) == sum(alone)
 
 
 def test_rows_that_no_token_takes_are_no_work():
@@ -140,7 +146,7 @@ def test_rows_that_no_token_takes_are_no_work():
 def test_a_long_text_takes_six_operations_per_weight_and_the_published_attention(size, billions):
     config = Qwen3VLConfig.named(size)
     text, length, samples = config.text_config, 32768, 4
-    batch = {"attention_mask": np.ones([samples, length], dtype=np.int64)}
+    batch = VLBatch(lengths=(length,) * samples, num_target_tokens=samples * length)
     # PaLM, appendix B: 12 L H Q T per token for all pairs, of which half are visible.
     attention = 12 * text.num_hidden_layers * text.num_attention_heads * text.head_dim * length
     per_token = VLFlops(config)(batch) / (samples * length)
@@ -156,7 +162,7 @@ def test_a_long_text_takes_six_operations_per_weight_and_the_published_attention
 def test_experts_count_by_what_sees_a_token(size, billions):
     config = Qwen3VLConfig.named(size)
     text = config.text_config
-    batch = {"attention_mask": np.ones([1, 1], dtype=np.int64)}
+    batch = VLBatch(lengths=(1,), num_target_tokens=1)
     attention = 4 * text.num_hidden_layers * text.num_attention_heads * text.head_dim
     table = text.vocab_size * text.hidden_size
     active = (VLFlops(config).forward(batch) - attention) / 2 + table

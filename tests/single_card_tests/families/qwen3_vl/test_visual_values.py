@@ -1,7 +1,8 @@
 """Visual inputs of GPTEmbedding whose shapes fit and whose values contradict each other.
 
 Guarantees: in the checked mode each is a ValueError that names it; elsewhere nothing is read or
-searched with all rows on one rank, and the loss is NaN; the checked mode takes what fits.
+searched with all rows on one rank, and hidden states are NaN; a model that is called with them
+refuses them; the checked mode takes what fits.
 """
 
 import numpy as np
@@ -74,11 +75,8 @@ def test_values_that_contradict_each_other_are_named_in_the_checked_mode_and_nan
     assert outputs["hidden_states"].isnan().all()
 
 
-def test_values_that_contradict_each_other_give_no_finite_logits_and_gradients():
+def test_a_model_refuses_ids_and_grids_that_contradict_each_other():
     model, batch = tiny_qwen3_vl(), dict(tiny_qwen3_vl_batch())
-    for name in ("update", "gather", "source"):
-        batch.pop(f"visual_{name}_indices", None)
-    # Without positions they are computed on the host, which refuses such ids.
     batch["position_ids"], _ = model.position_ids(
         batch["input_ids"],
         batch["attention_mask"],
@@ -88,10 +86,9 @@ def test_values_that_contradict_each_other_give_no_finite_logits_and_gradients()
     assert model(**batch).logits.isfinite().all()
     ids_BL = batch["input_ids"].copy()
     ids_BL[ids_BL == VIDEO] = IMAGE
-    output = model(**batch | {"input_ids": ids_BL})
-    output.loss.backward()
-    assert not output.logits.isfinite().any()
-    assert not model.lm_head.weight.grad.isfinite().all()
+    for wrong in (ids_BL, paddle.to_tensor(ids_BL)):
+        with pytest.raises(ValueError, match="11 image placeholder tokens .* but 7 image"):
+            model(**batch | {"input_ids": wrong})
 
 
 @pytest.mark.parametrize("name", ["update", "gather", "source"])

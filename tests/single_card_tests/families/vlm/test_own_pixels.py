@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paddle_vl.batch.schema import VLBatch
 from paddle_vl.families.vlm.inputs.collate import prepared
-from paddle_vl.families.vlm.training.objective import VLBatchAdapter
 from paddle_vl.families.vlm.training.own_pixels import PIXELS, with_own_pixels
 from paddle_vl.nn.placement import Context, RegionOps
 from paddle_vl.parallel.region_ops import SpreadOps
@@ -20,7 +20,7 @@ PLACES = ("patch_coordinates", "patch_tap_rows", "patch_tap_weights")
 
 
 def batch_of(*sample: Any) -> Any:
-    return tiny_qwen3_vl_batch(sample)
+    return VLBatch(**{n: x for n, x in tiny_qwen3_vl_batch(sample).items() if n != "labels"})
 
 
 def ops_of(rank: int, size: int, cp: int = 1, is_collective: bool = False) -> RegionOps:
@@ -35,8 +35,7 @@ def rows_in_order(arrays: list[np.ndarray]) -> list[bytes]:
 
 @pytest.mark.parametrize(("size", "cp", "sizes"), [(2, 1, (48, 40)), (4, 4, (24, 24, 24, 16))])
 def test_patches_and_places_are_those_of_the_batch(size, cp, sizes):
-    batch = batch_of(*ITEMS)
-    whole: Any = prepared(batch, VISION)
+    whole: Any = prepared(tiny_qwen3_vl_batch(ITEMS), VISION)
     whole_patches = np.concatenate([whole[name] for name in PIXELS])
     own: list[Any] = [
         with_own_pixels(whole, VISION, ops_of(rank, size, cp)) for rank in range(size)
@@ -46,7 +45,7 @@ def test_patches_and_places_are_those_of_the_batch(size, cp, sizes):
     assert tuple(map(len, found)) == sizes
     assert rows_in_order(found) == rows_in_order(together)
     assert not any(name in each for name in PIXELS for each in own)
-    assert all(VLBatchAdapter().optional_branches(each) == [True] for each in own)
+    assert all(each.optional_branches == (True,) for each in own)
 
 
 def test_an_interval_is_not_copied_and_no_item_is_no_patch_or_a_black_row():

@@ -11,6 +11,8 @@ import numpy as np
 import paddle
 import pytest
 
+from paddle_vl.batch.positions import mrope_position_ids
+from paddle_vl.batch.schema import VLBatch
 from paddle_vl.batch.visual_index import host_visual_indices
 from paddle_vl.config.load import load_run_config
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
@@ -22,7 +24,6 @@ from paddle_vl.families.vlm.training.colocated import (
     ColocatedStage,
     VisualEncoder,
 )
-from paddle_vl.families.vlm.training.objective import VLBatchAdapter
 from paddle_vl.families.vlm.training.pipeline import (
     VLStage,
     float32_from_rows,
@@ -32,6 +33,7 @@ from paddle_vl.families.vlm.training.pipeline import (
 )
 from paddle_vl.nn.parameter_table import Tie
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
+from paddle_vl.nn.transfer import on_device
 from paddle_vl.parallel.colocated.host_rows import HostRows
 from paddle_vl.parallel.colocated.runner import Leaves
 from paddle_vl.testing import record_device_copies, record_host_reads, tiny_qwen3_5
@@ -53,7 +55,7 @@ BUILDS = {
 }
 
 
-def batch_of(kinds: tuple[str, ...]) -> dict:
+def batch_of(kinds: tuple[str, ...], vision: Any = None) -> VLBatch:
     """Two samples; items of both kinds alternate."""
     rows = []
     for number in range(3):
@@ -74,15 +76,18 @@ def batch_of(kinds: tuple[str, ...]) -> dict:
         batch[names[kind]], batch[f"{kind}_grid_thw"] = patches(GRIDS[kind], seed)
         counts[f"num_{kind}_rows"] = int(np.prod(GRIDS[kind], axis=1).sum()) // 4
     batch |= host_visual_indices(ids, image_token_id=IMAGE, video_token_id=VIDEO, **counts)
+    ids_of = {"image_token_id": IMAGE, "video_token_id": VIDEO}
+    thws = [batch.get(f"{kind}_grid_thw") for kind in GRIDS]
+    batch["position_ids"], _ = mrope_position_ids(ids, batch["attention_mask"], *thws, **ids_of)
     batch["num_target_tokens"] = int((batch["labels"][:, 1:] != -100).sum())
-    return prepared(batch)
+    return prepared(batch, vision)
 
 
 def ranges(ends: list[int]) -> list[range]:
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def through_stages(stages: list[VLStage], batch: dict) -> VLOutput:
+def through_stages(stages: list[VLStage], batch: VLBatch) -> VLOutput:
     rows = None
     for stage in stages:
         if rows is not None:
@@ -101,7 +106,7 @@ def colocated_model(build: Callable[[], Any] = tiny_model) -> Any:
     return model
 
 
-def backward_colocated(model: Any, batch: dict, ends: list[int]) -> VLOutput:
+def backward_colocated(model: Any, batch: VLBatch, ends: list[int]) -> VLOutput:
     """The output of stages that take the encoder's rows with the batch, after its backward."""
     encoder, leaves = VisualEncoder(model), None
     rows, costs = encoder.items(batch)
@@ -175,19 +180,11 @@ def test_stages_in_a_row_are_the_whole_model(build, kinds, ends, is_colocated):
 
 def test_stages_do_not_read_a_batch_back_from_the_device():
     batch, model = batch_of(("image",)), tiny_model()
-    batch["position_ids"], _ = model.position_ids(
-        batch["input_ids"], batch["attention_mask"], batch["image_grid_thw"]
-    )
     stages = [VLStage(model, layers) for layers in ranges([1, 3])]
     wanted = through_stages(stages, batch).loss_sum.item()
-    on_device = {
-        name: paddle.to_tensor(value)
-        if isinstance(value, np.ndarray) and VLBatchAdapter().is_for_device(name)
-        else value
-        for name, value in batch.items()
-    }
+    there = on_device(batch)
     with record_host_reads() as reads:
-        output = through_stages(stages, on_device)
+        output = through_stages(stages, there)
     assert reads == []
     assert output.loss_sum.item() == wanted
 
@@ -209,7 +206,7 @@ def test_levels_travel_to_the_layer_that_adds_them_and_no_further():
     for less, setting in (((-1, 0), f"token_rows={tokens}"), ((0, -1), f"visual_rows={visual}")):
         with pytest.raises(ValueError, match=f"set parallel.pp_{setting} or more"):
             reserved(*less)
-    del batch["visual_update_indices"]
+    batch = batch | {"visual_update_indices": None}
     with pytest.raises(ValueError, match="needs visual_update_indices and .* in a pipeline"):
         stage.input_shape(batch)
 
@@ -280,7 +277,7 @@ def test_their_gradient_passes():
 @pytest.mark.parametrize("kinds", KINDS, ids=str)
 def test_items_of_batches_on_the_device_are_encoded_without_a_copy(kinds):
     batch, encoder = batch_of(kinds), VisualEncoder(colocated_model())
-    there = VLBatchAdapter().to_device(prepared(batch, encoder.vision))
+    there = on_device(batch_of(kinds, encoder.vision))
     items = np.arange(len(encoder.items(batch)[0]))
     for own in ([items, items], [items[::2], items[1:]], [items[:0], items[-1:]]):
         # Makes tables, in the first call.
