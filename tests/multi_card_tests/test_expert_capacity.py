@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from paddle_vl.testing import record_host_reads
-from tests.multi_card_tests.test_expert_parallel import EP2, FULL, MOE, MP2, OVERLAPS
+from tests.multi_card_tests.one_device import EP2, FULL, MP2, OVERLAPS
+from tests.multi_card_tests.written_runs import EXPERTS as MOE
 from tests.support.finished_runs import arrays_of, assert_equal_runs, lasting, metrics_of
 from tests.support.launch import launch
 from tests.support.topology_runs import (
