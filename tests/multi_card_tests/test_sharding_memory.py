@@ -28,20 +28,15 @@ import paddle
 import pytest
 from paddle import Tensor, nn
 
-from paddle_vl.checkpoint.reading import Materializable
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
 from paddle_vl.checkpoint.writing import save_parameters
-from paddle_vl.config.schema import TrainConfig
 from paddle_vl.nn.linear import gradient_of
-from paddle_vl.nn.master_weights import MasterWeights
 from paddle_vl.nn.parameter_table import CheckpointRanks
-from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.recompute import recompute_layers
-from paddle_vl.parallel.sharding import FleetSharding, Sharding, ShardingOptions
+from paddle_vl.parallel.sharding import ShardingOptions
 from paddle_vl.parallel.tensor import FleetCheckpointRanks
 from paddle_vl.parallel.topology import Topology, initialize
-from paddle_vl.train.optimizer import Optimizer
 from tests.support.launch import launch, outcome_of, run_checks
 from tests.support.sharding_memory import (
     ModelElements,
@@ -50,16 +45,15 @@ from tests.support.sharding_memory import (
     copies_of,
     counted_bytes,
 )
-from tests.support.sharding_models import HalfModel
+from tests.support.sharding_models import HalfModel, Mode, Run
 from tests.support.small_families import loss_of, pi07, qwen3_5_fresh, qwen_fresh, units_of
-from tests.support.states import gathered, states_of
+from tests.support.states import states_of
 
 RANKS = 2
 STAGES = (0, 1, 2, 3)
-ONCE = ShardingOptions(reduce_once_per_step=True)
-KEPT = ShardingOptions(reshard_after_forward=False)
-MODES = {str(stage): (stage, ShardingOptions()) for stage in STAGES}
-MODES |= {"2 once": (2, ONCE), "3 kept": (3, KEPT)}
+MODES = {str(stage): Mode(stage) for stage in STAGES}
+MODES["2 once"] = Mode(2, ShardingOptions(reduce_once_per_step=True))
+MODES["3 kept"] = Mode(3, ShardingOptions(reshard_after_forward=False))
 MODELS: dict[str, Callable[[str], nn.Layer]] = {
     "qwen": qwen_fresh,
     "qwen3.5": qwen3_5_fresh,
@@ -78,63 +72,31 @@ MICRO_BATCHES = 2
 STEPS = 3
 RECOMPUTED = ("act", "attention", "mlp", "full")
 TERMS = ("MSE", "CE")
-TRAIN = TrainConfig(output_dir="unused", learning_rate=0.01, max_grad_norm=1.0)
 
 
-class Run:
-    """A model prepared for training at a stage; 0 is without sharding."""
-
-    def __init__(
-        self,
-        model: nn.Layer,
-        units: list[nn.Layer],
-        topology: Topology,
-        stage: int,
-        options: ShardingOptions | None = None,
-    ):
-        self.model, self.units = model, units
-        self.table = model.placement.parameter_table
-        parameters = model.parameters()
-        if isinstance(model, Materializable):
-            parameters = model.materialize()
-        self.tables = getattr(model, "tables", ())
-        group = topology.sharding_group
-        if stage == 0:
-            self.trained = MasterWeights(parameters)
-        elif stage == 1:
-            self.trained = FleetSharding(parameters, topology, self.table)
-        else:
-            self.trained = Sharding(parameters, group, stage, [units], self.tables, options)
-        named = [(n, p) for n, p in model.named_parameters() if not p.stop_gradient]
-        decayed = {name for name, _ in named}
-        self.optimizer = Optimizer(named, TRAIN, decayed, self.trained, self.table)
-
-    def moments(self) -> list[Tensor]:
-        states = self.optimizer.state_tensors()
-        return [tensor for name, tensor in states.items() if "/moment" in name]
-
-    def counted(self) -> dict[str, float]:
-        return asdict(counted_bytes(self.model.parameters(), self.trained, self.moments()))
-
-    def backward(self) -> None:
-        self.trained.end_micro_batch()
-        self.trained.end_backward()
-
-    def update(self) -> None:
-        self.optimizer.step(0.01)
-        self.optimizer.clear_gradients()
+def run_of(name: str, dtype: str, topology: Topology, mode: Mode, what: str = "none") -> Run:
+    model = MODELS[name](dtype)
+    recompute_layers(units_of(model), what)
+    return Run(model, topology, mode, [units_of(model)])
 
 
-def held(
-    name: str, dtype: str, stage: int, options: ShardingOptions, topology: Topology
-) -> dict[str, Any]:
+def moments_of(run: Run) -> list[Tensor]:
+    states = run.optimizer.state_tensors()
+    return [tensor for name, tensor in states.items() if "/moment" in name]
+
+
+def counted(run: Run) -> dict[str, float]:
+    return asdict(counted_bytes(run.model.parameters(), run.trained, moments_of(run)))
+
+
+def held(name: str, dtype: str, mode: Mode, topology: Topology) -> dict[str, Any]:
     """Counted bytes and the formula's, by moment; bytes of fleet's padding, by kind."""
     gc.collect()
-    model = MODELS[name](dtype)
-    run = Run(model, units_of(model), topology, stage, options)
-    elements = ModelElements.of(model.parameters(), run.units, WIDTHS[dtype], run.tables)
+    run, stage = run_of(name, dtype, topology, mode), mode.stage
+    model, is_once = run.model, mode.options.reduce_once_per_step
+    elements = ModelElements.of(model.parameters(), units_of(model), WIDTHS[dtype], run.tables)
     wanted = asdict(between_steps(elements, stage, RANKS))
-    found = {"built": (run.counted(), wanted), "padding": {}}
+    found = {"built": (counted(run), wanted), "padding": {}}
     if stage == 1:
         # Fleet pads a parameter's shard to a multiple of 256 bytes on each rank.
         most = 256 * RANKS // WIDTHS[dtype]
@@ -148,15 +110,17 @@ def held(
             loss_of(model).backward()
             run.trained.end_micro_batch()
         loss = loss_of(model)
-        if not options.reduce_once_per_step:
+        if not is_once:
             loss.backward()
-        in_backward = at_peak(elements, stage, RANKS, MICRO_BATCHES, options)
-        found["end of backward"] = (run.counted(), asdict(in_backward))
-        if options.reduce_once_per_step:
+        in_backward = at_peak(elements, stage, RANKS, MICRO_BATCHES, mode.options)
+        found["end of backward"] = (counted(run), asdict(in_backward))
+        if is_once:
             loss.backward()
-        run.backward()
-        run.update()
-        found["after a step"] = (run.counted(), wanted)
+        run.trained.end_micro_batch()
+        run.trained.end_backward()
+        run.optimizer.step(0.01)
+        run.optimizer.clear_gradients()
+        found["after a step"] = (counted(run), wanted)
     return found
 
 
@@ -164,8 +128,8 @@ def regime(
     name: str, stage: int, topology: Topology, folder: str, ranks: CheckpointRanks
 ) -> dict[str, Any]:
     """dtypes and sizes of all that a bfloat16 run stores, and of its checkpoint."""
-    model = MODELS[name]("bfloat16")
-    run = Run(model, units_of(model), topology, stage)
+    run = run_of(name, "bfloat16", topology, Mode(stage))
+    model, moments = run.model, moments_of(run)
     target = Path(folder) / f"{name} {stage}".replace(" ", "_")
     if ranks.is_first:
         target.mkdir()
@@ -180,13 +144,13 @@ def regime(
     return {
         "parameters": {str(p.dtype) for p in model.parameters()},
         "masters": {str(copy.dtype) for copy in masters},
-        "moments": {str(moment.dtype) for moment in run.moments()},
+        "moments": {str(moment.dtype) for moment in moments},
         "saved states": whole_states,
         "saved parameters": {t.dtype for t in read_checkpoint_headers(target).values()},
         "trained": sum(p.size for p in model.parameters() if not p.stop_gradient),
         "most padding": 128 * RANKS * sum(not p.stop_gradient for p in model.parameters()),
         "num updated": sum(tensor.size for tensor in [*masters, *wide]),
-        "num moments": sum(moment.size for moment in run.moments()),
+        "num moments": sum(moment.size for moment in moments),
         "of the optimizer": all(
             any(tensor is copy for copy in [*masters, *wide]) for tensor in run.optimizer.tensors
         ),
@@ -197,29 +161,22 @@ def half_steps(stage: int, topology: Topology) -> tuple[dict[str, np.ndarray], s
     """Parameters, master weights and moments after some steps on the data of both ranks; dtypes of
     the gradients that the optimizer got."""
     paddle.seed(1)
-    model, dtypes = HalfModel(), set()
-    model.placement = SingleDevicePlacement()
-    model.placement.parameter_table.add(model.parameters())
-    run = Run(model, list(model.units), topology, stage)
+    run, dtypes = Run(HalfModel(), topology, Mode(stage)), set()
     # At stage 0 this rank runs the data of both ranks.
     ranks = [topology.sharding_rank] if stage else range(RANKS)
     for step in range(STEPS):
         for rank in ranks:
             rng = np.random.default_rng([step, rank])
             x_TD = paddle.to_tensor(rng.normal(size=(4, 3)).astype(np.float32))
-            (model(x_TD) ** 2).sum().backward()
-            if rank != ranks[-1]:
-                run.trained.end_micro_batch()
-        run.backward()
+            (run.model(x_TD) ** 2).sum().backward()
+            run.trained.end_micro_batch()
+        run.trained.end_backward()
         dtypes |= {str(gradient_of(tensor).dtype) for tensor in run.optimizer.tensors}
-        run.update()
-    named = [(n, p) for n, p in model.named_parameters() if not p.stop_gradient]
-    found = {
-        name: run.table.full_value(parameter, run.trained.gathered_value(parameter))
-        for name, parameter in named
-    }
-    # Moments, and master weights of bfloat16 parameters.
-    found |= states_of(run.optimizer)
+        run.optimizer.step(0.01)
+        run.optimizer.clear_gradients()
+    found = run.values()
+    # Of bfloat16 parameters.
+    assert (found["units.0.weight/master_weight"] != found["units.0.weight"]).any()
     return found, dtypes
 
 
@@ -231,22 +188,18 @@ def stage_3(
     single.materialize_all()
     wanted_loss = loss(single)
     wanted_loss.backward()
-    wanted = {n: p.grad for n, p in single.named_parameters() if p.grad is not None}
-    model = MODELS[name]("float32")
-    recompute_layers(units_of(model), what)
-    run = Run(model, units_of(model), topology, 3)
-    found_loss = loss(model)
+    wanted = {n: p.grad.numpy() for n, p in single.named_parameters() if p.grad is not None}
+    run = run_of(name, "float32", topology, Mode(3), what)
+    found_loss = loss(run.model)
     found_loss.backward()
-    run.backward()
+    run.trained.end_micro_batch()
+    run.trained.end_backward()
     error = abs(found_loss.item() - wanted_loss.item())
     wrong = [] if error <= 1e-6 * abs(wanted_loss.item()) else ["loss"]
-    for name, parameter in model.named_parameters():
-        if parameter.stop_gradient:
-            continue
-        grad = gathered(run.trained, parameter, run.trained.shard_of(parameter).grad).numpy()
-        expected = RANKS * wanted[name].numpy() if name in wanted else np.zeros_like(grad)
+    for key, grad in run.gradients().items():
+        expected = RANKS * wanted.get(key.removeprefix("gradient of "), np.zeros_like(grad))
         if np.abs(grad - expected).max() > 1e-5 * max(np.abs(expected).max(), 1e-6):
-            wrong.append(name)
+            wrong.append(key)
     return wrong
 
 
@@ -257,7 +210,7 @@ def worker(folder: str, names: Sequence[str]) -> dict:
     for dtype, mode in HELD:
         for name in names:
             checks[f"held {name} {dtype} {mode}"] = partial(
-                held, name, dtype, *MODES[mode], topology
+                held, name, dtype, MODES[mode], topology
             )
     for stage in STAGES:
         checks[f"half {stage}"] = partial(half_steps, stage, topology)
