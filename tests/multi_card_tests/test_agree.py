@@ -9,8 +9,10 @@ Guarantees:
 """
 
 import math
+import re
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import paddle.distributed as dist
 import pytest
@@ -30,62 +32,69 @@ VALUES = [
     "x" * 70_000,
     None,
 ]
-
-
-# By rank.
-FIELDS = {
-    "equal": [
-        {"response": True, "subgoal": False},
-        {"subgoal": False, "response": True},
-        {"response": True},
-    ],
-    "one": [{"response": True, "metadata": True}, {"response": True}, {"response": True}],
-    "two": [
-        {"metadata": True, "subgoal": False},
-        {"metadata": False, "subgoal": True},
-        {"metadata": True, "subgoal": True},
-    ],
+# What each rank gives, and what all get.
+GATHERED: dict[str, tuple[Callable, list, list]] = {
+    "values": (gather_values, VALUES, VALUES),
+    "not finite": (gather_values, *[[[math.inf, rank] for rank in range(3)]] * 2),
+    "bytes": (gather_bytes, *[[b"", b"\1", b"\2\2"]] * 2),
+    "nothing": (gather_bytes, *[[b""] * 3] * 2),
 }
-ENDS = {
-    "one": "metadata (rank 0 with it, ranks 1, 2 without). ",
-    "two": (
-        "metadata (ranks 0, 2 with it, rank 1 without); "
-        "subgoal (ranks 1, 2 with it, rank 0 without). "
-    ),
-}
-
-
+ONE = [{"response": True, "metadata": True}, {"response": True}, {"response": True}]
+TWO = [{"metadata": True, "subgoal": False}, {"metadata": False, "subgoal": True},
+       {"metadata": True, "subgoal": True}]  # fmt: skip
 STREAMS = [{"seed": 1, "contents": {"books": 2**63 + (rank == 2)}} for rank in range(3)]
+_FIELDS = "the ranks of this run do not have the same optional fields in their data: "
+# By rank, and the beginning of the error after the rank.
+CHECKED: dict[str, tuple[Callable, list[dict], str | None]] = {
+    "equal fields": (
+        check_fields_agree,
+        [{"response": True, "subgoal": False}, {"subgoal": False, "response": True},
+         {"response": True}],
+        None,
+    ),
+    "one field": (
+        check_fields_agree, ONE, f"{_FIELDS}metadata (rank 0 with it, ranks 1, 2 without). ",
+    ),
+    "two fields": (
+        check_fields_agree,
+        TWO,
+        f"{_FIELDS}metadata (ranks 0, 2 with it, rank 1 without); "
+        "subgoal (ranks 1, 2 with it, rank 0 without). ",
+    ),
+    "the same data": (check_data_agree, STREAMS[:1] * 3, None),
+    "other data": (
+        check_data_agree,
+        STREAMS,
+        "the ranks of this run do not read the same data: contents (rank 2 unlike rank 0). "
+        "Give all machines the same data",
+    ),
+}  # fmt: skip
 
 
-def error(check: Callable, values: list) -> str | None:
+def gathers(gather: Callable, values: list, wanted: list) -> None:
+    assert gather(values[dist.get_rank()]) == wanted
+
+
+def gathers_in_a_pair(pair: Any) -> None:
+    if dist.get_rank() != 1:
+        found = gather_values({"rank": dist.get_rank()}, pair)
+        assert found == [{"rank": 0}, {"rank": 2}]
+
+
+def names_what_differs(check: Callable, values: list[dict], message: str | None) -> None:
     rank = dist.get_rank()
-    try:
+    if message is None:
         check(values[rank], f"rank {rank}")
-    except ValueError as found:
-        return str(found)
-    return None
+        return
+    with pytest.raises(ValueError, match=re.escape(f"rank {rank}: {message}")):
+        check(values[rank], f"rank {rank}")
 
 
 def worker() -> dict:
-    rank = initialize(ParallelDegrees(dp_degree=3)).rank
-    pair = dist.new_group([0, 2])
-    in_pair = (lambda value: gather_values(value, pair)) if rank != 1 else (lambda value: [])
-    return run_checks(
-        {
-            "values": lambda: gather_values(VALUES[rank]),
-            "pair": lambda: in_pair({"rank": rank}),
-            "not finite": lambda: gather_values([math.inf, rank]),
-            "bytes": lambda: gather_bytes(bytes([rank]) * rank),
-            "nothing": lambda: gather_bytes(b""),
-            **{
-                f"fields {name}": partial(error, check_fields_agree, values)
-                for name, values in FIELDS.items()
-            },
-            "data": lambda: error(check_data_agree, STREAMS),
-            "same data": lambda: error(check_data_agree, STREAMS[:1] * 3),
-        }
-    )
+    initialize(ParallelDegrees(dp_degree=3))
+    checks = {name: partial(gathers, *case) for name, case in GATHERED.items()}
+    checks |= {name: partial(names_what_differs, *case) for name, case in CHECKED.items()}
+    return run_checks(checks | {"pair": partial(gathers_in_a_pair, dist.new_group([0, 2]))})
 
 
 @pytest.fixture(scope="module")
@@ -93,34 +102,6 @@ def outcomes():
     return launch(worker, 3)
 
 
-def test_values_come_back_as_they_were(outcomes):
-    assert outcome_of(outcomes, "values") == [VALUES] * 3
-    assert outcome_of(outcomes, "pair") == [
-        [{"rank": 0}, {"rank": 2}],
-        [],
-        [{"rank": 0}, {"rank": 2}],
-    ]
-    assert outcome_of(outcomes, "not finite") == [[[math.inf, rank] for rank in range(3)]] * 3
-
-
-def test_bytes_of_different_lengths_come_back(outcomes):
-    assert outcome_of(outcomes, "bytes") == [[b"", b"\1", b"\2\2"]] * 3
-    assert outcome_of(outcomes, "nothing") == [[b"", b"", b""]] * 3
-
-
-def test_other_data_on_one_rank_is_refused_by_every_rank(outcomes):
-    for rank, message in enumerate(outcome_of(outcomes, "data")):
-        assert message.startswith(f"rank {rank}: the ranks of this run do not read the same data: ")
-        assert "contents (rank 2 unlike rank 0). Give all machines the same data" in message
-    assert outcome_of(outcomes, "same data") == [None] * 3
-
-
-def test_equal_fields_pass(outcomes):
-    assert outcome_of(outcomes, "fields equal") == [None] * 3
-
-
-@pytest.mark.parametrize("name", ENDS)
-def test_fields_of_some_ranks_alone_are_named_on_every_rank(outcomes, name):
-    for rank, message in enumerate(outcome_of(outcomes, f"fields {name}")):
-        assert message.startswith(f"rank {rank}: the ranks of this run do not have the same ")
-        assert f"optional fields in their data: {ENDS[name]}" in message
+@pytest.mark.parametrize("name", [*GATHERED, "pair", *CHECKED])
+def test_all_ranks_agree(outcomes, name):
+    outcome_of(outcomes, name)
