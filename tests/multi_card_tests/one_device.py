@@ -192,7 +192,8 @@ MP2, DP2 = ("parallel.mp_degree=2", *SP), ("parallel.dp_degree=2",)
 PP3 = ("parallel.pp_degree=3", "parallel.num_virtual_stages=2")
 PP4, VIRTUAL = ("parallel.pp_degree=4",), "parallel.num_virtual_stages=2"
 EP2, EP4 = "parallel.ep_degree=2", "parallel.ep_degree=4"
-SHARDING_4 = "parallel.sharding_degree=4"
+SHARDING_4, STAGE_2 = "parallel.sharding_degree=4", "parallel.sharding_stage=2"
+FOLDED = (*MP2, *SHARDING)
 CP4 = (SHARDING_4, "parallel.cp_degree=4", "data.pad_to_multiple_of=4")
 FTHENB, DUALPIPEV, BALANCED = (
     f"parallel.pp_schedule={name}" for name in ("fthenb", "dualpipev", "balanced_memory")
@@ -309,6 +310,11 @@ FAMILIES: dict[str, Family] = {
         _mixed, settings=(*_mixed.settings, "model.freeze=['model.language_model.*']")
     ),
     "experts": _experts,
+    # The balance loss is a mean over micro-batches.
+    "experts, balanced": Family(
+        _mixed_of(written.BALANCED), (*SAVED, "train.max_steps=2"),
+        samples=1, micro_batches=4, by_rank=True, left_out=("tokens_per_expert",),
+    ),
     "packed": _packed,
     "packed, more heads": replace(
         _packed, write=_mixed_of(written.HEADS)
@@ -427,9 +433,33 @@ CONVERSATIONS = [
         sharding4_ep2_stage_3=(4, SHARDING_4, EP2, STAGE_3, FULL),
         sharding2_ep2_pp2=(4, *SHARDING, EP2, *PP, FULL, *OVERLAPS),
     ),
+    # Every way in which experts fold over dp, sharding and mp.
+    *_rows(
+        "experts, balanced", "", False,
+        sharding4_ep2=(4, SHARDING_4, EP2), mp2_sharding2_ep4_stage_3=(4, *FOLDED, EP4, STAGE_3),
+    ),
+    *_rows(
+        "experts, balanced",
+        sharding4_ep2_stage_2=(4, SHARDING_4, EP2, STAGE_2),
+        sharding4_ep2_stage_3=(4, SHARDING_4, EP2, STAGE_3),
+        sharding4_ep4=(4, SHARDING_4, EP4),
+        sharding4_ep4_stage_3=(4, SHARDING_4, EP4, STAGE_3),
+        mp2_sharding2_ep2=(4, *FOLDED, EP2),
+        mp2_sharding2_ep2_stage_2=(4, *FOLDED, EP2, STAGE_2),
+        mp2_sharding2_ep2_stage_3=(4, *FOLDED, EP2, STAGE_3),
+        mp2_sharding2_ep4=(4, *FOLDED, EP4),
+        mp2_sharding2_ep4_stage_2=(4, *FOLDED, EP4, STAGE_2),
+        dp2_sharding2_ep2=(4, *DP2, *SHARDING, EP2),
+        dp2_sharding2_ep2_stage_3=(4, *DP2, *SHARDING, EP2, STAGE_3),
+        dp2_sharding2_ep4=(4, *DP2, *SHARDING, EP4),
+        dp2_sharding2_ep4_stage_2=(4, *DP2, *SHARDING, EP4, STAGE_2),
+        dp2_mp2_ep2=(4, *DP2, *MP2, EP2), dp2_mp2_ep4=(4, *DP2, *MP2, EP4),
+        dp4_ep2=(4, "parallel.dp_degree=4", EP2),
+        mp4_ep2=(4, "parallel.mp_degree=4", SP[0], "data.pad_to_multiple_of=4", EP2),
+    ),
     # Experts lie elsewhere.
     Row("experts", 4, "sharding4 ep4", [SHARDING_4, EP4, STAGE_3], [*MP2, *SHARDING, EP2]),
-    *_rows("packed", ITSELF, cp4_stage_2=(4, *CP4, "parallel.sharding_stage=2")),
+    *_rows("packed", ITSELF, cp4_stage_2=(4, *CP4, STAGE_2)),
     Row("packed", 4, "cp2 mp2", [*CP, *MP2[:1], "parallel.vision=replicate"], [*CP4]),
     # With heads that slices divide, by their exchange, and by gathers behind attention.
     *_rows(

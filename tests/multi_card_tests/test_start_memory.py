@@ -68,14 +68,12 @@ def start(
     topology: Topology,
     stage: int,
     width: int,
-    is_old: bool = False,
     on_host: int = 0,
 ) -> tuple[int, float]:
     """Peak bytes above those before the model was made, and the limit.
 
     Args:
         whole: elements of the largest tensor.
-        is_old: materialize all parameters before the first is sharded.
         on_host: bytes per element of a NumPy array, which also counts as Paddle's memory on a CPU.
     """
     gc.collect()
@@ -85,8 +83,6 @@ def start(
     units = units_of(model)
     elements = ModelElements.of(model.parameters(), units, width, model.tables)
     parameters: Iterable[Tensor] = model.materialize()
-    if is_old:
-        parameters = list(parameters)
     group = topology.sharding_group
     if stage == 1:
         return start_fleet(parameters, topology, elements, before)
@@ -185,8 +181,6 @@ def worker(folder: str) -> dict:
                 checks[f"{name} {dtype} {stage}"] = partial(
                     start, build, whole, topology, stage, width
                 )
-            if dtype == "float32":
-                checks[f"{name} old"] = partial(start, build, whole, topology, 3, width, True)
             checks[f"{name} {dtype} values"] = partial(differing, build, group)
     return outcomes | run_checks(checks)
 
@@ -239,13 +233,6 @@ def outcomes_of_parts(folder):
 def test_no_rank_holds_more_than_its_share_and_a_tensor(outcomes, name, dtype, stage):
     for peak, allowed in outcome_of(outcomes, f"{name} {dtype} {stage}"):
         assert peak <= allowed
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_filling_before_dividing_would_need_more(outcomes, name):
-    # Half a float32 copy is as large as a full bfloat16 weight, so two ranks show float32 only.
-    for peak, allowed in outcome_of(outcomes, f"{name} old"):
-        assert peak > allowed
 
 
 def test_a_run_starts_like_that(outcomes):

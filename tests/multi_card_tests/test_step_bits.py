@@ -3,24 +3,36 @@ during the forward pass, and AdamW over flat buckets.
 
 Guarantees, on two and four ranks and micro-batches with and without images, for stage 1 of sharding
 in a pipeline, data parallelism in a pipeline and around stage 3, tensor parallelism in a pipeline
-with tied weights, and a colocated encoder: norms, parameters, moments and powers of beta after some
-steps have the bits of a run without; the first reduction starts before the backward pass ends; all
-ranks issue the same collectives in the same order.
+with tied weights, a colocated encoder, and experts: norms, parameters, moments and powers of beta
+after some steps have the bits of a run without; the first reduction starts before the backward pass
+ends; all ranks issue the same collectives in the same order; a rank has its share of experts.
 """
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from paddle_vl.config.load import load_run_config
+from paddle_vl.parallel.mesh import expert_shards
 from paddle_vl.parallel.recorder import Collective, record_collectives
 from paddle_vl.parallel.summed_weights import SummedWeights
 from paddle_vl.testing import first_difference
 from paddle_vl.train.build import build_trainer
-from tests.multi_card_tests.one_device import COLOCATED, DP2, MP2, OVERLAPS
+from tests.multi_card_tests.one_device import (
+    COLOCATED,
+    DP2,
+    EP2,
+    EP4,
+    FOLDED,
+    MP2,
+    OVERLAPS,
+    SHARDING_4,
+    STAGE_2,
+)
+from tests.multi_card_tests.written_runs import BALANCED
 from tests.single_card_tests.train.tiny_run import MODEL
 from tests.support.launch import launch
 from tests.support.states import states_of
@@ -36,6 +48,7 @@ class Case(NamedTuple):
     Attributes:
         overlap: settings of the second run; stage 3 always overlaps.
         buckets: the second run updates flat buckets.
+        experts: parameters of all experts, of a model that has some.
         early, late: kinds of the reduction that begins early, and of what follows it.
     """
 
@@ -43,6 +56,7 @@ class Case(NamedTuple):
     settings: Sequence[str]
     overlap: Sequence[str] = ()
     buckets: bool = False
+    experts: int = 0
     early: str = ""
     late: str = "send"
 
@@ -58,6 +72,12 @@ CASES = {
     ),
     "buckets, pp2 mp2": Case(4, (*PP, *MP2[:1], NO_CLIPPING), buckets=True),
     "buckets, pp2 colocated": Case(2, (*PP, COLOCATED, NO_CLIPPING), buckets=True),
+}
+# Two layers of eight experts.
+EXPERTS = partial(Case, 4, buckets=True, experts=2 * 8 * (2 + 1) * 16 * 8)
+CASES |= {
+    "experts, sharding4 ep2 stage 2": EXPERTS((SHARDING_4, EP2, STAGE_2, NO_CLIPPING)),
+    "experts, mp2 sharding2 ep4 stage 3": EXPERTS((*FOLDED, EP4, STAGE_3, NO_CLIPPING)),
 }
 OVERLAPPED = [name for name, case in CASES.items() if case.early]
 
@@ -95,17 +115,27 @@ def steps(run_file: str, case: Case) -> dict[str, Any]:
             values[name] = optimizer.store.gathered_value(parameter).numpy().copy()
         for key, value in (("norms", norms), ("values", values), ("calls", calls)):
             found[key].append(value)
+    if case.experts:
+        table = optimizer._table
+        of_experts = [store.shard_of(p) for _, p in optimizer.parameters if table[p].is_expert]
+        found["experts"] = sum(shard.size for shard in of_experts if shard is not None)
+        found["degrees"] = trainer.ranks.topology.degrees
     return found | {"is last": trainer.runner.model.placement.stage_layers.head}
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    run_file = str(write_mixed_run(tmp_path_factory.mktemp("run"), 24, MODEL))
-    return cache(
-        lambda name: launch(
-            steps, CASES[name].ranks, arguments=(run_file, CASES[name]), timeout=600
-        )
-    )
+    run_files = {
+        has_experts: write_mixed_run(tmp_path_factory.mktemp("run"), 24, model)
+        for has_experts, model in ((False, MODEL), (True, BALANCED))
+    }
+
+    @cache
+    def launched(name: str) -> list[dict[str, Any]]:
+        arguments = (str(run_files[CASES[name].experts > 0]), CASES[name])
+        return launch(steps, CASES[name].ranks, arguments=arguments, timeout=600)
+
+    return launched
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -120,6 +150,15 @@ def test_the_bits_are_those_without(ranks, name):
             np.testing.assert_array_equal(values[key], array, err_msg=key)
     calls = [found["calls"][1] for found in ranks(name)]
     assert first_difference(calls) is None
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.experts])
+def test_a_rank_has_its_share_of_experts(ranks, name):
+    """1 / (ep x ranks with the same experts) of their state; slices may be padded."""
+    held = [found["experts"] for found in ranks(name)]
+    degrees = ranks(name)[0]["degrees"]
+    share = CASES[name].experts / degrees.ep_degree / expert_shards(degrees)
+    assert sum(held) / len(held) == pytest.approx(share, rel=0.1)
 
 
 @pytest.mark.parametrize("name", OVERLAPPED)

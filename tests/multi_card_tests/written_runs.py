@@ -34,15 +34,18 @@ MODEL = changed(TINY, {"depth": 3, "deepstack_visual_indexes": [0, 1, 2]}, num_h
 HEADS = changed(MODEL, num_attention_heads=8, num_key_value_heads=2)
 TOWERS = changed(MODEL, {"hidden_size": 32, "num_heads": 8})
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
-_BALANCED = _EXPERTS | {"num_experts": 4, "output_router_logits": True}
+_FEW = _EXPERTS | {"num_experts": 4, "output_router_logits": True}
 _MOE = {"model_type": "qwen3_vl_moe"}
 EXPERTS = _MOE | changed(
     MODEL, num_experts=8, mlp_only_layers=[1], num_hidden_layers=3, **_EXPERTS
 )  # fmt: skip
-FEW_EXPERTS = _MOE | changed(TINY, **_BALANCED)
+BALANCED = changed(
+    EXPERTS, output_router_logits=True, router_aux_loss_coef=1.0, num_attention_heads=4
+)  # fmt: skip
+FEW_EXPERTS = _MOE | changed(TINY, **_FEW)
 FOUR_LAYERS = changed(TINY, num_hidden_layers=4)
 MODEL_3_5 = tiny_run.MODEL_3_5
-EXPERTS_3_5 = changed(MODEL_3_5, shared_expert_intermediate_size=16, **_BALANCED)
+EXPERTS_3_5 = changed(MODEL_3_5, shared_expert_intermediate_size=16, **_FEW)
 EXPERTS_3_5["model_type"] = "qwen3_5_moe"
 del EXPERTS_3_5["text_config"]["intermediate_size"]
 TOWER = ".vision_tower."
