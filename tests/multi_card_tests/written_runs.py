@@ -2,6 +2,7 @@
 
 import json
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +127,20 @@ def _with_few(run_file: Path) -> Path:
     return run_file
 
 
+def plain_policy(folder: Path, **model: Any) -> Path:
+    return _with_few(write_tiny_policy_run(folder, 40, **model))
+
+
+dropping_policy = partial(plain_policy, dropout=0.2)
+open_policy, frozen_policy = (
+    partial(plain_policy, **_of_decoders(tiny_policy_run.MODEL, **settings))
+    for settings in ({"knowledge_insulation": False}, {"freeze_vision_encoder": True})
+)
+
+
 def policy(folder: Path) -> Path:
     """A run beside a base policy for adapters."""
-    path = _with_few(write_tiny_policy_run(folder, num_samples=40))
+    path = plain_policy(folder)
     _write_base(path)
     return path
 
@@ -136,16 +148,6 @@ def policy(folder: Path) -> Path:
 def _write_base(path: Path) -> None:
     train(path, path.with_name("of_base"), ["train.max_steps=1", "train.learning_rate=0.0"])
     (path.with_name("of_base") / "final").rename(path.with_name("base"))
-
-
-def open_policy(folder: Path) -> Path:
-    model = _of_decoders(tiny_policy_run.MODEL, knowledge_insulation=False)
-    return _with_few(write_tiny_policy_run(folder, 40, **model))
-
-
-def frozen_policy(folder: Path) -> Path:
-    model = _of_decoders(tiny_policy_run.MODEL, freeze_vision_encoder=True)
-    return _with_few(write_tiny_policy_run(folder, 40, **model))
 
 
 def policy_with_cameras(folder: Path, model: dict[str, Any] = tiny_policy_run.MODEL) -> Path:
@@ -181,16 +183,8 @@ def policy_with_cameras(folder: Path, model: dict[str, Any] = tiny_policy_run.MO
     return _with_few(path)
 
 
-def dropping_policy(folder: Path) -> Path:
-    return _with_few(write_tiny_policy_run(folder, 40, dropout=0.2))
-
-
-def dropping_cameras(folder: Path) -> Path:
-    return policy_with_cameras(folder, tiny_policy_run.MODEL | {"dropout": 0.2})
-
-
-def planner_with_cameras(folder: Path) -> Path:
-    return policy_with_cameras(folder, tiny_policy_run.PLANNER)
+planner_with_cameras = partial(policy_with_cameras, model=tiny_policy_run.PLANNER)
+dropping_cameras = partial(policy_with_cameras, model=tiny_policy_run.MODEL | {"dropout": 0.2})
 
 
 def from_gemma(folder: Path) -> Path:
