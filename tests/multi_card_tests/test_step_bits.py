@@ -79,6 +79,10 @@ CASES |= {
     "experts, sharding4 ep2 stage 2": EXPERTS((SHARDING_4, EP2, STAGE_2, NO_CLIPPING)),
     "experts, mp2 sharding2 ep4 stage 3": EXPERTS((*FOLDED, EP4, STAGE_3, NO_CLIPPING)),
 }
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.heavy] * bool(case.experts))
+    for name, case in CASES.items()
+]
 OVERLAPPED = [name for name, case in CASES.items() if case.early]
 
 
@@ -138,7 +142,7 @@ def ranks(tmp_path_factory):
     return launched
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_bits_are_those_without(ranks, name):
     for found in ranks(name):
         # Buckets sum norms in another order.
@@ -152,6 +156,7 @@ def test_the_bits_are_those_without(ranks, name):
     assert first_difference(calls) is None
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.experts])
 def test_a_rank_has_its_share_of_experts(ranks, name):
     """1 / (ep x ranks with the same experts) of their state; slices may be padded."""
