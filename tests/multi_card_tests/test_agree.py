@@ -8,12 +8,15 @@ Guarantees:
 """
 
 import math
+import re
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import paddle.distributed as dist
 import pytest
 
-from paddle_vl.parallel.agree import check_agree, gather_values
+from paddle_vl.parallel.agree import check_agree, gather_bytes, gather_values
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.topology import initialize
 from tests.support.launch import launch, outcome_of, run_checks
@@ -23,45 +26,55 @@ VALUES = [
     "x" * 70_000,
     None,
 ]
-
-
-# By rank.
-FIELDS = {
-    "equal": [
-        {"a": True, "b": [1, None]},
-        {"b": [1, None], "a": True},
-        {"a": True, "b": [1, None]},
-    ],
-    "one": [{"a": True, "b": 1}, {"a": True}, {"a": True}],
-    "two": [{"b": 1}, {"a": 2}, {"b": 1, "a": 2}],
+# What each rank gives, and what all get.
+GATHERED: dict[str, tuple[Callable, list, list]] = {
+    "values": (gather_values, VALUES, VALUES),
+    "not finite": (gather_values, *[[[math.inf, rank] for rank in range(3)]] * 2),
+    "bytes": (gather_bytes, *[[b"", b"\1", b"\2\2"]] * 2),
+    "nothing": (gather_bytes, *[[b""] * 3] * 2),
 }
-ENDS = {
-    "one": "b (rank 0 1, ranks 1, 2 None). mend it",
-    "two": "a (rank 0 None, ranks 1, 2 2); b (ranks 0, 2 1, rank 1 None). mend it",
+# By rank, and the end of the error.
+CHECKED: dict[str, tuple[list[dict], str | None]] = {
+    "equal": (
+        [{"a": True, "b": [1, None]}, {"b": [1, None], "a": True}, {"a": True, "b": [1, None]}],
+        None,
+    ),
+    "one key": (
+        [{"a": True, "b": 1}, {"a": True}, {"a": True}],
+        "b (rank 0 1, ranks 1, 2 None). mend it",
+    ),
+    "two keys": (
+        [{"b": 1}, {"a": 2}, {"b": 1, "a": 2}],
+        "a (rank 0 None, ranks 1, 2 2); b (ranks 0, 2 1, rank 1 None). mend it",
+    ),
 }
 
 
-def error(values: list) -> str | None:
+def gathers(gather: Callable, values: list, wanted: list) -> None:
+    assert gather(values[dist.get_rank()]) == wanted
+
+
+def gathers_in_a_pair(pair: Any) -> None:
+    if dist.get_rank() != 1:
+        found = gather_values({"rank": dist.get_rank()}, pair)
+        assert found == [{"rank": 0}, {"rank": 2}]
+
+
+def names_what_differs(values: list[dict], message: str | None) -> None:
     rank = dist.get_rank()
-    try:
+    if message is None:
         check_agree(values[rank], f"rank {rank}", "differ", "mend it")
-    except ValueError as found:
-        return str(found)
-    return None
+        return
+    whole = re.escape(f"rank {rank}: the ranks of this run differ: {message}")
+    with pytest.raises(ValueError, match=f"^{whole}$"):
+        check_agree(values[rank], f"rank {rank}", "differ", "mend it")
 
 
 def worker() -> dict:
-    rank = initialize(ParallelDegrees(dp_degree=3)).rank
-    pair = dist.new_group([0, 2])
-    in_pair = (lambda value: gather_values(value, pair)) if rank != 1 else (lambda value: [])
-    return run_checks(
-        {
-            "values": lambda: gather_values(VALUES[rank]),
-            "pair": lambda: in_pair({"rank": rank}),
-            "not finite": lambda: gather_values([math.inf, rank]),
-            **{f"fields {name}": partial(error, values) for name, values in FIELDS.items()},
-        }
-    )
+    initialize(ParallelDegrees(dp_degree=3))
+    checks = {name: partial(gathers, *case) for name, case in GATHERED.items()}
+    checks |= {name: partial(names_what_differs, *case) for name, case in CHECKED.items()}
+    return run_checks(checks | {"pair": partial(gathers_in_a_pair, dist.new_group([0, 2]))})
 
 
 @pytest.fixture(scope="module")
@@ -69,21 +82,6 @@ def outcomes():
     return launch(worker, 3)
 
 
-def test_values_come_back_as_they_were(outcomes):
-    assert outcome_of(outcomes, "values") == [VALUES] * 3
-    assert outcome_of(outcomes, "pair") == [
-        [{"rank": 0}, {"rank": 2}],
-        [],
-        [{"rank": 0}, {"rank": 2}],
-    ]
-    assert outcome_of(outcomes, "not finite") == [[[math.inf, rank] for rank in range(3)]] * 3
-
-
-def test_equal_values_pass(outcomes):
-    assert outcome_of(outcomes, "fields equal") == [None] * 3
-
-
-@pytest.mark.parametrize("name", ENDS)
-def test_values_that_differ_are_named_on_every_rank_with_their_ranks(outcomes, name):
-    for rank, message in enumerate(outcome_of(outcomes, f"fields {name}")):
-        assert message == f"rank {rank}: the ranks of this run differ: {ENDS[name]}"
+@pytest.mark.parametrize("name", [*GATHERED, "pair", *CHECKED])
+def test_all_ranks_agree(outcomes, name):
+    outcome_of(outcomes, name)

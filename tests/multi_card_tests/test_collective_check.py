@@ -12,12 +12,16 @@ Guarantees:
 
 import pickle
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
+from unittest import mock
 
 import paddle
 import paddle.distributed as dist
 import pytest
 from paddle.autograd import PyLayer
+from paddle.distributed.fleet.utils.sequence_parallel_utils import ColumnSequenceParallelLinear
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.parallel import collective_check
@@ -59,37 +63,58 @@ def send_everything(group) -> list:
     return [value.numpy().tolist() for value in (*parts, rows, own, exchanged, x)] + objects
 
 
-def recorded(group, checked: bool) -> tuple[list, list]:
-    with record_collectives() as recording:
-        recording.phase = "forward"
-        if checked:
-            with check_collectives(SECONDS):
+def every_kind_is_recorded_once(group) -> None:
+    """And a check changes neither records nor results."""
+    found = []
+    for check in (nullcontext(), check_collectives(SECONDS)):
+        with record_collectives() as recording:
+            recording.phase = "forward"
+            with check:
                 values = send_everything(group)
-        else:
-            values = send_everything(group)
-    return recording.calls, values
+        found.append((recording.calls, values))
+    assert found[0] == found[1]
+    calls, size, rank = recording.calls, group.nranks, group.rank
+    everyone, own = tuple(range(size)), 8 * size
+    pair = (rank, rank + 1) if rank % 2 == 0 else (rank - 1, rank)
+    assert [(call.kind, call.ranks, call.num_bytes, call.dtype) for call in calls] == [
+        ("all_gather", everyone, own, "float32"),
+        ("all_gather", everyone, own, "float32"),
+        ("reduce_scatter", everyone, own, "float32"),
+        ("alltoall_single", everyone, own, "float32"),
+        ("all_reduce", everyone, own, "float32"),
+        ("broadcast", everyone, 8, "float32"),
+        # The size of an object, then the object.
+        ("all_gather", everyone, 8, "int64"),
+        ("all_gather", everyone, OBJECT_BYTES, "uint8"),
+        ("send" if rank % 2 == 0 else "recv", pair, own, "float32"),
+        ("barrier", everyone, 0, ""),
+    ]
+    assert {call.phase for call in calls} == {"forward"}
+    of_ranks: list[list] = []
+    dist.all_gather_object(of_ranks, calls)
+    assert first_difference(of_ranks) is None
 
 
-def error_of(act, timeout: float = SECONDS) -> tuple[str, float]:
-    """The error message of this rank, and the seconds until it was raised."""
+def error_of(act: Callable, timeout: float = SECONDS, phase: str = "second") -> str:
+    """The error message of this rank, within the time limit."""
     begin, message = time.monotonic(), ""
     try:
         with check_collectives(timeout) as recording:
             recording.phase = "first"
             dist.barrier()
-            recording.phase = "second"
+            recording.phase = phase
             act()
     except (RuntimeError, KeyError) as error:
         message = str(error)
-    seconds = time.monotonic() - begin
+    assert time.monotonic() - begin < SECONDS
     # The groups still work.
     x = paddle.ones([3])
     dist.all_reduce(x)
     assert x.numpy().tolist() == [float(dist.get_world_size())] * 3
-    return message, seconds
+    return message
 
 
-def sum_of(size: int, dtype: str = "float32"):
+def sum_of(size: int, dtype: str = "float32") -> Callable:
     return lambda: dist.all_reduce(paddle.zeros([size], dtype=dtype))
 
 
@@ -111,36 +136,61 @@ class Backward(PyLayer):
         return grad
 
 
-def run_backward(size: int) -> None:
+def in_backward(size: int) -> Callable:
     x = paddle.zeros([1])
     x.stop_gradient = False
-    Backward.apply(x, size).sum().backward()
+    return lambda: Backward.apply(x, size).sum().backward()
 
 
-def error_in_backward(rank: int) -> str:
-    with pytest.raises(RuntimeError) as raised, check_collectives(SECONDS):
-        run_backward(3 + rank)
-    return str(raised.value)
+# What rank 0 does and the others do, and how messages name these.
+PLANS: dict[str, tuple[Callable, Callable, str, str]] = {
+    "sizes": (sum_of(3), sum_of(4), "float32 [3] in second", "all_reduce of float32 [4] in second"),
+    "dtypes": (
+        sum_of(3), sum_of(3, "int32"), "float32 [3] in second", "all_reduce of int32 [3] in second",
+    ),
+    "kinds": (sum_of(3), dist.barrier, "float32 [3] in second", "barrier in second"),
+    "backward": (
+        in_backward(3), in_backward(4), "float32 [3] in backward",
+        "all_reduce of float32 [4] in backward",
+    ),
+}  # fmt: skip
+
+
+def different_plans_are_named(group, first: Callable, other: Callable, one: str, two: str) -> None:
+    # A backward pass is a phase of its own where none is given.
+    phase = "" if "backward" in one else "second"
+    message = error_of(other if group.rank else first, phase=phase)
+    assert message.startswith(f"collective 2 of ranks {list(range(group.nranks))}: ")
+    assert f"rank 0 all_reduce of {one}, called from " in message
+    assert f"ranks 1, 2, 3 {two}" in message
+
+
+# What the other ranks do, and their last collective.
+ENDS = {
+    "left": (lambda: None, "leaves, end of the checked section"),
+    "failed": (raise_key_error, "barrier in first"),
+}
+
+
+def a_rank_that_does_no_more_is_named(group, name: str) -> None:
+    act, last = ENDS[name]
+    message = error_of(act if group.rank else sum_of(3), SHORT_SECONDS)
+    if group.rank == 0:
+        assert "rank 0 all_reduce of float32 [3] in second" in message
+        assert f"rank 1 has not come within 4 s; its last collective: {last}" in message
+    elif name == "failed":
+        assert message == "'broken batch'"
+    else:
+        assert "rank 0 has not come within 4 s; its last collective: all_reduce of" in message
 
 
 def worker() -> dict:
     group = initialize(ParallelDegrees(dp_degree=4)).dp_group
-    rank = group.rank
-    cases = {
-        "sizes": (sum_of(3), sum_of(4)),
-        "dtypes": (sum_of(3), sum_of(3, "int32")),
-        "kinds": (sum_of(3), lambda: dist.barrier()),
-    }
     checks = {
-        name: partial(error_of, first if rank == 0 else others)
-        for name, (first, others) in cases.items()
+        name: partial(different_plans_are_named, group, *plan) for name, plan in PLANS.items()
     }
-    for name, act in (("left", lambda: None), ("failed", raise_key_error)):
-        checks[name] = partial(error_of, sum_of(3) if rank == 0 else act, SHORT_SECONDS)
-    checks["plain"] = partial(recorded, group, False)
-    checks["checked"] = partial(recorded, group, True)
-    checks["backward"] = partial(error_in_backward, rank)
-    return run_checks(checks)
+    checks |= {name: partial(a_rank_that_does_no_more_is_named, group, name) for name in ENDS}
+    return run_checks(checks | {"records": partial(every_kind_is_recorded_once, group)})
 
 
 @pytest.fixture(scope="module")
@@ -148,107 +198,54 @@ def outcomes():
     return launch(worker, 4)
 
 
-def test_every_kind_is_recorded_once(outcomes):
-    size = len(outcomes)
-    everyone = tuple(range(size))
-    own, row = 8 * size, 8
-    for rank, (calls, _) in enumerate(outcome_of(outcomes, "plain")):
-        pair = (rank, rank + 1) if rank % 2 == 0 else (rank - 1, rank)
-        assert [(call.kind, call.ranks, call.num_bytes, call.dtype) for call in calls] == [
-            ("all_gather", everyone, own, "float32"),
-            ("all_gather", everyone, own, "float32"),
-            ("reduce_scatter", everyone, own, "float32"),
-            ("alltoall_single", everyone, own, "float32"),
-            ("all_reduce", everyone, own, "float32"),
-            ("broadcast", everyone, row, "float32"),
-            # The size of an object, then the object.
-            ("all_gather", everyone, 8, "int64"),
-            ("all_gather", everyone, OBJECT_BYTES, "uint8"),
-            ("send" if rank % 2 == 0 else "recv", pair, own, "float32"),
-            ("barrier", everyone, 0, ""),
-        ]
-        assert {call.phase for call in calls} == {"forward"}
-    assert first_difference([calls for calls, _ in outcome_of(outcomes, "plain")]) is None
+@pytest.mark.parametrize("name", ["records", *PLANS, *ENDS])
+def test_collectives_are_recorded_and_checked(outcomes, name):
+    outcome_of(outcomes, name)
 
 
-def test_a_check_changes_nothing(outcomes):
-    assert outcome_of(outcomes, "checked") == outcome_of(outcomes, "plain")
+def in_a_layer() -> str:
+    """The error where ranks have different rows in a layer of fleet's."""
+    rank = initialize(ParallelDegrees(mp_degree=2, sequence_parallel=True)).rank
+    layer = ColumnSequenceParallelLinear(4, 8, gather_output=False, has_bias=False)
+    with pytest.raises(RuntimeError) as raised, check_collectives(SECONDS):
+        layer(paddle.ones([3 + rank, 4]))
+    return str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "first", "others"),
-    [
-        ("sizes", "all_reduce of float32 [3]", "all_reduce of float32 [4]"),
-        ("dtypes", "all_reduce of float32 [3]", "all_reduce of int32 [3]"),
-        ("kinds", "all_reduce of float32 [3]", "barrier"),
-    ],
-)
-def test_different_plans_are_named_on_every_rank(outcomes, name, first, others):
-    found = outcome_of(outcomes, name)
-    for message, seconds in found:
-        assert message.startswith(f"collective 2 of ranks {list(range(len(outcomes)))}: ")
-        assert f"rank 0 {first} in second, called from multi_card_tests/" in message
-        assert f"ranks 1, 2, 3 {others} in second" in message
-        assert seconds < SECONDS
-    assert len({message for message, _ in found}) == 1
+def test_ranks_that_disagree_inside_of_a_layer_are_told():
+    for message in launch(in_a_layer, 2):
+        assert message.startswith("collective 1 of ranks [0, 1]: the ranks are about to do diff")
+        for rank, rows in enumerate((3, 4)):
+            assert f"rank {rank} all_gather of float32 [{rows}, 4], called from" in message
 
 
-@pytest.mark.parametrize("name", ["left", "failed"])
-def test_a_rank_that_does_no_more_is_named(outcomes, name):
-    (message, _), *others = outcome_of(outcomes, name)
-    assert "rank 0 all_reduce of float32 [3] in second" in message
-    assert "rank 1 has not come within 4 s; its last collective: barrier in first" in message
-    assert {message for message, _ in others} == {"'broken batch'" if name == "failed" else ""}
-
-
-def test_a_difference_in_the_backward_pass_is_named(outcomes):
-    for message in outcome_of(outcomes, "backward"):
-        assert "rank 0 all_reduce of float32 [3] in backward, called from" in message
-        assert "rank 1 all_reduce of float32 [4] in backward" in message
-
-
-def run_as_asked() -> str | None:
-    """A run that the environment variable checks."""
-    group = initialize(ParallelDegrees(dp_degree=2)).dp_group
-    try:
-        dist.all_reduce(paddle.zeros([2 + group.rank]), group=group)
-    except RuntimeError as error:
-        return str(error)
-    return None
-
-
-def test_a_run_is_checked_when_the_environment_asks():
-    for message in launch(run_as_asked, 2, environment={collective_check.VARIABLE: "60"}):
-        assert "rank 0 all_reduce of float32 [2]" in message
-        assert "rank 1 all_reduce of float32 [3]" in message
-
-
-def train_a_policy(run_file: str, output_dir: str) -> int:
-    """Train; returns how many collectives were checked."""
+def train_a_policy(run_file: str, output_dir: str) -> tuple[int, str]:
+    """Train, and let ranks differ then; returns how many collectives were checked in training, and
+    the error."""
     checked = []
     meet = collective_check._Check.meet
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            collective_check._Check,
-            "meet",
-            lambda check, call: (checked.append(1), meet(check, call)),
-        )
+    with mock.patch.object(
+        collective_check._Check, "meet", lambda check, call: (checked.append(1), meet(check, call))
+    ):
         overrides = [
-            "parallel.sharding_degree=2",
-            "parallel.sharding_stage=3",
-            "train.per_device_train_batch_size=1",
-            "train.max_steps=2",
-            f"train.output_dir={output_dir}",
+            *("parallel.sharding_degree=2", "parallel.sharding_stage=3", "train.max_steps=2"),
+            *("train.per_device_train_batch_size=1", f"train.output_dir={output_dir}"),
         ]
-        assert build_trainer(load_run_config(run_file, overrides)).run() is None
-    return len(checked)
+        trainer = build_trainer(load_run_config(run_file, overrides))
+        assert trainer.run() is None
+    with pytest.raises(RuntimeError) as raised:
+        dist.all_reduce(paddle.zeros([2 + dist.get_rank()]))
+    return len(checked), str(raised.value)
 
 
-def test_a_whole_run_passes_its_check(tmp_path):
+def test_a_run_is_checked_when_the_environment_asks(tmp_path):
     arguments = (str(write_tiny_policy_run(tmp_path)), str(tmp_path / "out"))
     asked = {collective_check.VARIABLE: "60"}
-    counts = launch(train_a_policy, 2, arguments=arguments, environment=asked)
-    assert counts[0] == counts[1] > 0
+    (count, message), other = launch(train_a_policy, 2, arguments=arguments, environment=asked)
+    assert other == (count, message)
+    assert count > 0
+    for rank, size in enumerate((2, 3)):
+        assert f"rank {rank} all_reduce of float32 [{size}]" in message
 
 
 @pytest.mark.parametrize("value", ["yes", "0", "nan", "inf"])

@@ -1,7 +1,7 @@
 """Training runs whose ranks exchange rows of experts with a capacity, beside exact sizes.
 
-Guarantees, with padding and images: with exact sizes every metric, parameter and moment is one
-device's; with a capacity they are bit-identical to those with exact sizes,
+Guarantees, with padding and images: with a capacity every metric, parameter and moment is
+bit-identical to that with exact sizes (which `one_device` and the routes compare with one device),
 
 - where the capacity suffices, without a host read in any layer;
 - where it does not, as steps are repeated, also after a resume. Evaluations have exact sizes.
@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from paddle_vl.testing import record_host_reads
-from tests.multi_card_tests.test_expert_parallel import EP2, FULL, MOE, MP2, OVERLAPS
-from tests.support.finished_runs import arrays_of, assert_equal_runs, lasting, metrics_of
+from tests.multi_card_tests.one_device import EP2, FULL, MP2, OVERLAPS
+from tests.multi_card_tests.written_runs import EXPERTS as MOE
+from tests.support.finished_runs import arrays_of, lasting, metrics_of
 from tests.support.launch import launch
 from tests.support.topology_runs import (
     DAMPED,
@@ -71,7 +72,6 @@ def runs(request, tmp_path_factory) -> tuple[Path, list[dict[str, Counter]]]:
         *(f"data.eval=[{run_file.with_name('test.jsonl')}]", "train.per_device_eval_batch_size=1"),
         *("train.save_steps=2", "train.eval_steps=2", *DAMPED),
     ]
-    train(run_file, folder / "one", [*common, *batch_settings(1)])
     overrides = [*common, *topology, *batch_settings(num_data_parts(topology))]
     return folder, launch(
         worker, num_ranks, arguments=(str(run_file), str(folder), overrides), timeout=500
@@ -82,10 +82,6 @@ def lines_of(folder: Path) -> tuple[list[dict], list[int]]:
     """The lines of a run, and the number of repeated steps in each of a step."""
     lines = lasting(metrics_of(folder))
     return lines, [line.pop("repeated_steps") for line in lines if "repeated_steps" in line]
-
-
-def test_exact_sizes_give_what_one_device_does(runs):
-    assert_equal_runs(runs[0] / "exact", runs[0] / "one")
 
 
 @pytest.mark.parametrize(

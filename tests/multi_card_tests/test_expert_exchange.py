@@ -15,7 +15,7 @@ padding, and with a rank that has nothing but padding:
 import math
 import tempfile
 from collections import Counter
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import paddle.distributed as dist
@@ -36,6 +36,7 @@ from paddle_vl.testing import record_host_reads
 from paddle_vl.testing.qwen3_vl import EXPERTS, token_rows
 from tests.support.gpu_stubs.installed import gpu_stubs
 from tests.support.launch import launch, outcome_of, run_checks
+from tests.support.states import stored_gradients, worst_gradient
 from tests.support.tiny import tiny_model
 from tests.support.tolerance import TOPOLOGY
 
@@ -86,11 +87,7 @@ def one_device(fill: str, num_batches: int) -> dict[str, np.ndarray]:
     model = tiny_model(**MODEL)
     for batch in batches(fill)[:num_batches]:
         model(**batch).loss_sum.backward()
-    return {
-        item.key: item.layout.to_stored(item.of_own(item.parameter.grad.numpy()))
-        for item in model.stored_parameters()
-        if item.parameter.grad is not None
-    }
+    return stored_gradients(model)
 
 
 def step(
@@ -127,19 +124,13 @@ def step(
     for group in (topology.dp_group, topology.sharding_group):
         if group.nranks > 1:
             all_reduce_gradients([t for t, spec in specs if not spec.is_expert], group)
-    wanted, worst = one_device(fill, topology.data_size), (0.0, "")
-    for item in model.stored_parameters():
-        if item.key in wanted:
-            error = item.of_own(item.parameter.grad.numpy()) - item.from_stored(wanted[item.key])
-            scale = max(np.abs(wanted[item.key]).max(), 1e-6)
-            worst = max(worst, (float(np.abs(error).max() / scale), item.key))
     return {
         "reads": [list(filter(None, of)) for of in (places[:num_forward], places[num_forward:])],
         "calls": Counter((call.phase, call.kind) for call in recording.calls),
         "bytes": [c.num_bytes for c in recording.calls if c.kind == "alltoall_single"],
         "leaving": leaving(model, topology),
         "counts": {i: count.tolist() for i, count in model.tokens_per_expert().items()},
-        "worst": worst,
+        "worst": worst_gradient(model, one_device(fill, topology.data_size)),
         "room": capacity and capacity.room(COPIES, topology.ep_group.nranks),
         "overflows": capacity and [each.item() for each in capacity.overflows],
     }
@@ -165,16 +156,11 @@ def worker(folder: str, runs: dict[str, dict], cases: list[tuple]) -> dict:
     return found
 
 
-@pytest.fixture(scope="module")
-def outcomes():
+@cache
+def outcomes_of(num_ranks: int) -> list[dict]:
+    arguments = {2: (RUNS, CASES), 4: (FOUR, HEAVY)}[num_ranks]
     with tempfile.TemporaryDirectory() as folder:
-        yield launch(worker, 2, arguments=(folder, RUNS, CASES), timeout=300)
-
-
-@pytest.fixture(scope="module")
-def outcomes_of_four():
-    with tempfile.TemporaryDirectory() as folder:
-        yield launch(worker, 4, arguments=(folder, FOUR, HEAVY), timeout=300)
+        return launch(worker, num_ranks, arguments=(folder, *arguments), timeout=300)
 
 
 def assert_exchanged(found: dict, degrees: dict, fill: str, recomputed: bool, data_rank: int):
@@ -214,26 +200,21 @@ def assert_exchanged(found: dict, degrees: dict, fill: str, recomputed: bool, da
         assert real == routed
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_each_rank_sends_its_real_rows_and_gets_one_devices_gradients(outcomes, case):
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.heavy) for case in HEAVY)], ids=str
+)
+def test_each_rank_sends_its_real_rows_and_gets_one_devices_gradients(case):
     name, fill, recomputed, _ = case
-    for rank, found in enumerate(outcome_of(outcomes, str(case))):
-        assert_exchanged(found, RUNS[name], fill, recomputed, rank if name == "dp2" else 0)
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("case", HEAVY, ids=str)
-def test_four_ranks_do_so_too(outcomes_of_four, case):
-    name, fill, recomputed, _ = case
-    for rank, found in enumerate(outcome_of(outcomes_of_four, str(case))):
-        data_rank = rank // 2 if name == "sharding2 mp2" else 0
-        assert_exchanged(found, FOUR[name], fill, recomputed, data_rank)
+    of_ranks = outcome_of(outcomes_of(2 if name in RUNS else 4), str(case))
+    for rank, found in enumerate(of_ranks):
+        data_rank = {"dp2": rank, "sharding2 mp2": rank // 2}.get(name, 0)
+        assert_exchanged(found, (RUNS | FOUR)[name], fill, recomputed, data_rank)
 
 
 @pytest.mark.parametrize("fill", ["padding", "none"])
-def test_mp_ranks_send_the_rows_of_a_batch_once_between_them(outcomes, fill):
+def test_mp_ranks_send_the_rows_of_a_batch_once_between_them(fill):
     """T / mp rows each: K T copies in all, where each of them would send all T otherwise."""
-    found = outcome_of(outcomes, str(("mp2", fill, 0, None)))
+    found = outcome_of(outcomes_of(2), str(("mp2", fill, 0, None)))
     real = [sum(sum(count) for count in of["counts"].values()) for of in found]
     assert sum(real) == COPIES * LAYERS * int(batches(fill)[0]["attention_mask"].sum())
     for of, rows in zip(found, real, strict=True):

@@ -15,10 +15,7 @@ from tests.multi_card_tests.gloo_checks import (  # noqa: F401 - importing regis
     messages,
     tensor_parallel,
 )
-from tests.multi_card_tests.gloo_checks.registry import (
-    CHECKS,
-    start_fleet,
-)
+from tests.multi_card_tests.gloo_checks.registry import CHECKS, start_fleet
 from tests.support.launch import launch, outcome_of, run_checks
 
 

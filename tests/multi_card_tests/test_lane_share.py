@@ -96,10 +96,10 @@ def settings(run_file: Path, num_lanes: int) -> list[str]:
 
 
 def launched(
-    worker: Callable, num_ranks: int, run_file: Path, output_dir: Path, overrides: list[str]
+    worker: Callable, ranks: int, run_file: Path, output_dir: Path, overrides: list[str], *more: int
 ) -> list[Any]:
-    arguments = (str(run_file), str(output_dir), overrides)
-    return launch(worker, num_ranks, arguments=arguments, timeout=300)
+    arguments = (str(run_file), str(output_dir), overrides, *more)
+    return launch(worker, ranks, arguments=arguments, timeout=300)
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
@@ -128,8 +128,7 @@ def test_each_machine_reads_for_itself(tmp_path):
     run_file = write_tiny_run(tmp_path / "run", 24)
     alone = [*settings(run_file, 1), *DAMPED, "train.save_steps=2"]
     overrides = [*alone, "parallel.mp_degree=2", *PP, *SP]
-    arguments = (str(run_file), str(tmp_path / "out"), overrides, 2)
-    ranks = launch(decode, 4, arguments=arguments, timeout=300)
+    ranks = launched(decode, 4, run_file, tmp_path / "out", overrides, 2)
     (one,) = launched(decode, 1, run_file, tmp_path / "one", alone)
     assert [each.images for each in ranks if each.images] == [one.images] * 2
     assert not any(each.pixels for each in ranks[2:])
@@ -149,7 +148,6 @@ def test_a_bad_sample_ends_all_ranks_with_its_message(tmp_path, ranks_per_machin
     for image in run_file.parent.glob("**/*.png"):
         image.write_bytes(image.read_bytes()[:60])
     overrides = [*batch_settings(1), *TOPOLOGIES["mp2 pp2"]]
-    arguments = (str(run_file), str(tmp_path / "out"), overrides, ranks_per_machine)
-    messages = launch(fails, 4, arguments=arguments, timeout=300)
+    messages = launched(fails, 4, run_file, tmp_path / "out", overrides, ranks_per_machine)
     assert len(set(messages)) == 1
     assert "train.jsonl:" in messages[0]

@@ -10,8 +10,11 @@ Guarantees, for every schedule and for micro-batch counts that it allows:
 - nothing grows from step to step; a frozen chunk sends its rows on.
 """
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import paddle
@@ -89,8 +92,7 @@ class LinearChunk:
 
 
 class Objective:
-    def __init__(self):
-        self.terms = {"loss": 1.0}
+    terms: ClassVar = {"loss": 1.0}
 
     def share(self, output, totals, num_batches):
         loss = (output * output).sum() / totals[0]
@@ -125,7 +127,9 @@ def make_runner(settings: dict, num_batches: int, frozen: bool = False, reserved
     store = SimpleNamespace(end_micro_batch=lambda: ends.append(1))
     chunks = make_chunks(num_chunks(degrees), frozen)
     arguments = chunks, degrees, topology.pp_rank, "float32", Objective(), None
-    return PipelineRunner(SimpleNamespace(), *arguments, reserved=reserved), store, ends
+    runner = PipelineRunner(SimpleNamespace(), *arguments, reserved=reserved)
+    runner.stage = topology.pp_rank
+    return runner, store, ends
 
 
 def expected(num_chunks: int, batches: list[dict]) -> tuple[float, list[np.ndarray]]:
@@ -140,12 +144,12 @@ def expected(num_chunks: int, batches: list[dict]) -> tuple[float, list[np.ndarr
     return total, [chunk.weight.grad.numpy() for chunk in chunks]
 
 
-def check(settings: dict, num_batches: int, frozen: bool) -> dict:
+def check(name: str, settings: dict, num_batches: int, frozen: bool) -> None:
     """Two steps with evaluations between them, against one device."""
     runner, store, ends = make_runner(settings, num_batches, frozen)
     batches = make_batches(num_batches)
     wanted, gradients = expected(len(runner.chunks), batches)
-    found = {"class": type(runner.engine).__name__}
+    assert type(runner.engine).__name__ == SCHEDULES[name][2]
     has_last = len(runner.chunks) - 1 in runner.own_chunks
     for _ in range(2):
         del ends[:]
@@ -168,42 +172,31 @@ def check(settings: dict, num_batches: int, frozen: bool) -> dict:
             sums = runner.loss_sums(few).item()
             alone, _ = expected(len(runner.chunks), few)
             np.testing.assert_allclose(sums, alone * 10 if has_last else 0.0, rtol=1e-5)
-    messages = [call for call in recording.calls if call.is_message]
-    assert len(messages) == len(recording.calls)
-    found["messages"] = (
-        sum(call.kind == "send" for call in messages),
-        sum(call.kind == "recv" for call in messages),
-    )
-    found["rows"] = sorted({call.shape[0] for call in messages if len(call.shape) == 2})
-    helper = runner.engine._p2p_helper
-    found["kept"] = len(getattr(helper, "_send_recv_meta_list", []))
-    return found
+    kinds = Counter(call.kind for call in recording.calls)
+    # A shape takes two messages: its length and its values.
+    factor = 3 if name == "dynamic" else 1
+    one_way = factor * num_messages(name, runner.stage, num_batches)
+    assert kinds == {"send": one_way, "recv": one_way}
+    lengths = {len(batch["rows"]) for batch in batches}
+    rows = {call.shape[0] for call in recording.calls if len(call.shape) == 2}
+    assert rows == (lengths if name == "dynamic" else {max(lengths)})
+    # Only one step's shapes are kept, at most two per micro-batch and end.
+    assert len(getattr(runner.engine._p2p_helper, "_send_recv_meta_list", [])) <= 4 * num_batches
 
 
-def reserved_rows() -> list[int]:
+def reserved_rows() -> None:
     runner, *_ = make_runner({}, 4, reserved=SimpleNamespace(tokens=RESERVED, visual=0))
     with record_collectives() as recording:
         runner.accumulate_gradients(make_batches(4), [10])
-    return sorted({call.shape[0] for call in recording.calls})
+    assert {call.shape[0] for call in recording.calls} == {RESERVED}
 
 
-def cases() -> dict[str, tuple[dict, int, bool]]:
-    """Cases by name. With the last micro-batch count the first chunk is frozen."""
-    return {
-        f"{name} {count}": (settings, count, count == counts[-1])
-        for name, (settings, counts, _) in SCHEDULES.items()
-        for count in counts
-    }
-
-
-def worker():
-    checks = {name: lambda given=given: check(*given) for name, given in cases().items()}
-    return run_checks(checks | {"reserved": reserved_rows})
-
-
-@pytest.fixture(scope="module")
-def outcomes():
-    return launch(worker, STAGES)
+# With the last micro-batch count the first chunk is frozen.
+CASES = {
+    f"{name} {count}": partial(check, name, settings, count, count == counts[-1])
+    for name, (settings, counts, _) in SCHEDULES.items()
+    for count in counts
+} | {"reserved rows": reserved_rows}
 
 
 def num_messages(name: str, stage: int, count: int) -> int:
@@ -216,22 +209,15 @@ def num_messages(name: str, stage: int, count: int) -> int:
     return count * (2 * chunks - (stage in (0, STAGES - 1)))
 
 
-@pytest.mark.parametrize("case", cases())
+def worker() -> dict:
+    return run_checks(CASES)
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return launch(worker, STAGES)
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_schedule_equals_one_device(outcomes, case):
-    name = case.split()[0]
-    _, count, _ = cases()[case]
-    for stage, found in enumerate(outcome_of(outcomes, case)):
-        assert found["class"] == SCHEDULES[name][2]
-        one_way = num_messages(name, stage, count)
-        # A shape takes two messages: its length and its values.
-        factor = 3 if name == "dynamic" else 1
-        assert found["messages"] == (factor * one_way, factor * one_way)
-        lengths = [1 + i % LONGEST for i in range(count)]
-        wanted = sorted(set(lengths)) if name == "dynamic" else [max(lengths)]
-        assert found["rows"] == wanted
-        # Only one step's shapes are kept, at most two per micro-batch and end.
-        assert found["kept"] <= 4 * count
-
-
-def test_messages_have_what_is_reserved(outcomes):
-    assert outcome_of(outcomes, "reserved") == [[RESERVED]] * STAGES
+    outcome_of(outcomes, case)

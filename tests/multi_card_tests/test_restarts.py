@@ -14,7 +14,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from paddle_vl.config.load import load_run_config
-from paddle_vl.processes import Failure
 from paddle_vl.train.reporting.run_files import read_starts
 from paddle_vl.train.restarts import degrees_with_fewer_ranks
 from signalled_runs import ROOT, SignalledRun
@@ -93,8 +92,3 @@ def test_fewer_ranks_keep_the_samples_of_a_micro_batch(
             "train.per_device_train_batch_size": settings["batch"],
         },
     )
-
-
-def test_failures_name_rank_and_signal():
-    assert str(Failure(3, -9)) == "rank 3 was killed by SIGKILL"
-    assert str(Failure(0, 1)) == "rank 0 ended with exit code 1"

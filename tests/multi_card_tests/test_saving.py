@@ -9,6 +9,7 @@ rank, and so is a range that no rank has written.
 """
 
 import errno
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -44,10 +45,7 @@ RANKS = 2
 ROWS, COUNT = 1024, 6
 # As in a file, `[out, in]`.
 WEIGHT = np.random.default_rng(0).normal(size=(1024, 512)).astype(np.float32)
-NAMES = (
-    "together", "reading", "without_a_thread", "without_writes_in_place", "damage", "hole",
-    "full_disk", "full_disk_without_a_thread",
-)  # fmt: skip
+NAMES = ("together", "reading", "without_a_thread", "without_writes_in_place", "damage", "hole")
 
 
 def whole(number: int) -> np.ndarray:
@@ -168,13 +166,7 @@ class Checks:
         assert problem.startswith(file.name)
         assert len(set(self.ranks.gathered(problem))) == 1
 
-    def full_disk(self) -> None:
-        self._full_disk(async_save=True)
-
-    def full_disk_without_a_thread(self) -> None:
-        self._full_disk(async_save=False)
-
-    def _full_disk(self, async_save: bool) -> None:
+    def full_disk(self, async_save: bool = True) -> None:
         name = f"full-{async_save}"
         folder = self.save(name, async_save=async_save)
         self.ranks.wait()
@@ -205,7 +197,8 @@ class Checks:
 
 def worker(folder: str) -> dict:
     checks = Checks(folder)
-    return run_checks({name: getattr(checks, name) for name in NAMES})
+    full = {f"full disk {beside}": partial(checks.full_disk, beside) for beside in (True, False)}
+    return run_checks({name: getattr(checks, name) for name in NAMES} | full)
 
 
 @pytest.fixture(scope="module")
@@ -213,6 +206,6 @@ def outcomes(tmp_path_factory):
     return launch(worker, RANKS, arguments=(str(tmp_path_factory.mktemp("saved")),))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "full disk True", "full disk False"])
 def test_ranks_that_save_together(outcomes, name):
     outcome_of(outcomes, name)

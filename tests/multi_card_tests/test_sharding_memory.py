@@ -21,45 +21,40 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import paddle
 import pytest
 from paddle import Tensor, nn
 
-from paddle_vl.checkpoint.reading import Materializable
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
 from paddle_vl.checkpoint.writing import save_parameters
-from paddle_vl.config.schema import TrainConfig
 from paddle_vl.nn.linear import gradient_of
-from paddle_vl.nn.master_weights import MasterWeights
 from paddle_vl.nn.parameter_table import CheckpointRanks
-from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.recompute import recompute_layers
-from paddle_vl.parallel.sharding import FleetSharding, Sharding, ShardingOptions
+from paddle_vl.parallel.sharding import ShardingOptions
 from paddle_vl.parallel.tensor import FleetCheckpointRanks
 from paddle_vl.parallel.topology import Topology, initialize
-from paddle_vl.train.optimizer import Optimizer
 from tests.support.launch import launch, outcome_of, run_checks
 from tests.support.sharding_memory import (
+    HeldBytes,
     ModelElements,
     at_peak,
     between_steps,
     copies_of,
     counted_bytes,
 )
-from tests.support.sharding_models import HalfModel
+from tests.support.sharding_models import HalfModel, Mode, Run
 from tests.support.small_families import loss_of, pi07, qwen3_5_fresh, qwen_fresh, units_of
-from tests.support.states import gathered, states_of
+from tests.support.states import states_of
 
 RANKS = 2
 STAGES = (0, 1, 2, 3)
-ONCE = ShardingOptions(reduce_once_per_step=True)
-KEPT = ShardingOptions(reshard_after_forward=False)
-MODES = {str(stage): (stage, ShardingOptions()) for stage in STAGES}
-MODES |= {"2 once": (2, ONCE), "3 kept": (3, KEPT)}
+MODES = {str(stage): Mode(stage) for stage in STAGES}
+MODES["2 once"] = Mode(2, ShardingOptions(reduce_once_per_step=True))
+MODES["3 kept"] = Mode(3, ShardingOptions(reshard_after_forward=False))
 MODELS: dict[str, Callable[[str], nn.Layer]] = {
     "qwen": qwen_fresh,
     "qwen3.5": qwen3_5_fresh,
@@ -69,207 +64,189 @@ MODELS: dict[str, Callable[[str], nn.Layer]] = {
 # By default; the others are heavy.
 FEW = ("qwen", "pi07")
 OTHERS = tuple(name for name in MODELS if name not in FEW)
-NAMES = [*FEW, *(pytest.param(name, marks=pytest.mark.heavy) for name in OTHERS)]
 WIDTHS = {"float32": 4, "bfloat16": 2}
 # A bfloat16 model is only built, which options of a step do not change.
 HELD = [("float32", mode) for mode in MODES] + [("bfloat16", str(stage)) for stage in STAGES]
-MOMENTS = ("built", "end of backward", "after a step")
 MICRO_BATCHES = 2
 STEPS = 3
 RECOMPUTED = ("act", "attention", "mlp", "full")
 TERMS = ("MSE", "CE")
-TRAIN = TrainConfig(output_dir="unused", learning_rate=0.01, max_grad_norm=1.0)
 
 
-class Run:
-    """A model prepared for training at a stage; 0 is without sharding."""
+class World(NamedTuple):
+    """What all checks share."""
 
-    def __init__(
-        self,
-        model: nn.Layer,
-        units: list[nn.Layer],
-        topology: Topology,
-        stage: int,
-        options: ShardingOptions | None = None,
-    ):
-        self.model, self.units = model, units
-        self.table = model.placement.parameter_table
-        parameters = model.parameters()
-        if isinstance(model, Materializable):
-            parameters = model.materialize()
-        self.tables = getattr(model, "tables", ())
-        group = topology.sharding_group
-        if stage == 0:
-            self.trained = MasterWeights(parameters)
-        elif stage == 1:
-            self.trained = FleetSharding(parameters, topology, self.table)
-        else:
-            self.trained = Sharding(parameters, group, stage, [units], self.tables, options)
-        named = [(n, p) for n, p in model.named_parameters() if not p.stop_gradient]
-        decayed = {name for name, _ in named}
-        self.optimizer = Optimizer(named, TRAIN, decayed, self.trained, self.table)
-
-    def moments(self) -> list[Tensor]:
-        states = self.optimizer.state_tensors()
-        return [tensor for name, tensor in states.items() if "/moment" in name]
-
-    def counted(self) -> dict[str, float]:
-        return asdict(counted_bytes(self.model.parameters(), self.trained, self.moments()))
-
-    def backward(self) -> None:
-        self.trained.end_micro_batch()
-        self.trained.end_backward()
-
-    def update(self) -> None:
-        self.optimizer.step(0.01)
-        self.optimizer.clear_gradients()
+    topology: Topology
+    folder: Path
+    ranks: CheckpointRanks
 
 
-def held(
-    name: str, dtype: str, stage: int, options: ShardingOptions, topology: Topology
-) -> dict[str, Any]:
-    """Counted bytes and the formula's, by moment; bytes of fleet's padding, by kind."""
-    gc.collect()
+def run_of(name: str, dtype: str, topology: Topology, mode: Mode, what: str = "none") -> Run:
     model = MODELS[name](dtype)
-    run = Run(model, units_of(model), topology, stage, options)
-    elements = ModelElements.of(model.parameters(), run.units, WIDTHS[dtype], run.tables)
-    wanted = asdict(between_steps(elements, stage, RANKS))
-    found = {"built": (run.counted(), wanted), "padding": {}}
+    recompute_layers(units_of(model), what)
+    return Run(model, topology, mode, [units_of(model)])
+
+
+def moments_of(run: Run) -> list[Tensor]:
+    states = run.optimizer.state_tensors()
+    return [tensor for name, tensor in states.items() if "/moment" in name]
+
+
+def holds_the_bytes_of_the_formula(world: World, name: str, dtype: str, mode: str) -> None:
+    gc.collect()
+    run = run_of(name, dtype, world.topology, MODES[mode])
+    model, (stage, options, *_) = run.model, run.mode
+    elements = ModelElements.of(model.parameters(), units_of(model), WIDTHS[dtype], run.tables)
+    padding = {}
     if stage == 1:
         # Fleet pads a parameter's shard to a multiple of 256 bytes on each rank.
         most = 256 * RANKS // WIDTHS[dtype]
-        padding = sum(-p.size % most for p in model.parameters() if not p.stop_gradient)
-        found["padding"] = {
-            "gradients": 4 * padding, "masters": 4 * padding, "moments": 8 * padding
-        }  # fmt: skip
-    if dtype == "float32":
-        run.trained.begin_step(MICRO_BATCHES)
-        for _ in range(MICRO_BATCHES - 1):
-            loss_of(model).backward()
-            run.trained.end_micro_batch()
-        loss = loss_of(model)
-        if not options.reduce_once_per_step:
-            loss.backward()
-        in_backward = at_peak(elements, stage, RANKS, MICRO_BATCHES, options)
-        found["end of backward"] = (run.counted(), asdict(in_backward))
-        if options.reduce_once_per_step:
-            loss.backward()
-        run.backward()
-        run.update()
-        found["after a step"] = (run.counted(), wanted)
-    return found
+        number = sum(-p.size % most for p in model.parameters() if not p.stop_gradient)
+        padding = {"gradients": 4 * number, "masters": 4 * number, "moments": 8 * number}
+
+    def assert_held(wanted: HeldBytes) -> None:
+        found = asdict(counted_bytes(model.parameters(), run.trained, moments_of(run)))
+        for kind, size in asdict(wanted).items():
+            assert 0.95 * size <= found[kind] <= 1.05 * size + padding.get(kind, 0), kind
+
+    assert_held(between_steps(elements, stage, RANKS))
+    if dtype != "float32":
+        return
+    run.trained.begin_step(MICRO_BATCHES)
+    for _ in range(MICRO_BATCHES - 1):
+        loss_of(model).backward()
+        run.trained.end_micro_batch()
+    loss = loss_of(model)
+    if not options.reduce_once_per_step:
+        loss.backward()
+    assert_held(at_peak(elements, stage, RANKS, MICRO_BATCHES, options))
+    if options.reduce_once_per_step:
+        loss.backward()
+    run.trained.end_micro_batch()
+    run.trained.end_backward()
+    run.optimizer.step(0.01)
+    run.optimizer.clear_gradients()
+    assert_held(between_steps(elements, stage, RANKS))
 
 
-def regime(
-    name: str, stage: int, topology: Topology, folder: str, ranks: CheckpointRanks
-) -> dict[str, Any]:
-    """dtypes and sizes of all that a bfloat16 run stores, and of its checkpoint."""
-    model = MODELS[name]("bfloat16")
-    run = Run(model, units_of(model), topology, stage)
-    target = Path(folder) / f"{name} {stage}".replace(" ", "_")
+def has_one_float32_copy_and_float32_moments(world: World, name: str, stage: int) -> None:
+    """Of a bfloat16 run, and so has its checkpoint."""
+    topology, folder, ranks = world
+    run = run_of(name, "bfloat16", topology, Mode(stage))
+    model, moments, is_wide = run.model, moments_of(run), name == "qwen3.5"
+    target = folder / f"{name} {stage}".replace(" ", "_")
     if ranks.is_first:
         target.mkdir()
     paddle.distributed.barrier()
-    whole_states = {str(state.dtype) for state in states_of(run.optimizer).values()}
+    saved_states = {str(state.dtype) for state in states_of(run.optimizer).values()}
     save_parameters(target, model.stored_parameters(), ranks=ranks, store=run.trained)
     paddle.distributed.barrier()
     masters = [copy for copy in copies_of(run.trained) if not copy.stop_gradient]
     # Updated in place, by stages that copy half-precision parameters only.
     wide = [p for p in model.parameters() if p.dtype == paddle.float32 and stage < 2]
-    wide = [own for own in map(run.trained.shard_of, wide) if own is not None]
-    return {
-        "parameters": {str(p.dtype) for p in model.parameters()},
-        "masters": {str(copy.dtype) for copy in masters},
-        "moments": {str(moment.dtype) for moment in run.moments()},
-        "saved states": whole_states,
-        "saved parameters": {t.dtype for t in read_checkpoint_headers(target).values()},
-        "trained": sum(p.size for p in model.parameters() if not p.stop_gradient),
-        "most padding": 128 * RANKS * sum(not p.stop_gradient for p in model.parameters()),
-        "num updated": sum(tensor.size for tensor in [*masters, *wide]),
-        "num moments": sum(moment.size for moment in run.moments()),
-        "of the optimizer": all(
-            any(tensor is copy for copy in [*masters, *wide]) for tensor in run.optimizer.tensors
-        ),
-    }
+    updated = [*masters, *(o for o in map(run.trained.shard_of, wide) if o is not None)]
+    num_updated: list[int] = []
+    paddle.distributed.all_gather_object(num_updated, sum(tensor.size for tensor in updated))
+    of_model = {str(p.dtype) for p in model.parameters()}
+    assert of_model == {"paddle.bfloat16", *(["paddle.float32"] * is_wide)}
+    for copies in (masters, moments):
+        assert {str(copy.dtype) for copy in copies} == {"paddle.float32"}
+    saved = {tensor.dtype for tensor in read_checkpoint_headers(target).values()}
+    assert saved == {"BF16", *(["F32"] * is_wide)}
+    assert saved_states == {"float32"}
+    assert all(any(one is copy for copy in updated) for one in run.optimizer.tensors)
+    assert sum(moment.size for moment in moments) == 2 * num_updated[topology.rank]
+    sizes = [p.size for p in model.parameters() if not p.stop_gradient]
+    trained = sum(sizes) * (1 if stage else RANKS)
+    # Sizes that no group size divides are padded; fleet pads to 256 bytes on each rank.
+    padding = 128 * RANKS * len(sizes) if stage == 1 else 0.01 * trained
+    assert trained <= sum(num_updated) <= trained + padding
 
 
-def half_steps(stage: int, topology: Topology) -> tuple[dict[str, np.ndarray], set[str]]:
-    """Parameters, master weights and moments after some steps on the data of both ranks; dtypes of
-    the gradients that the optimizer got."""
+@cache
+def half_steps(stage: int, topology: Topology) -> dict[str, np.ndarray]:
+    """Parameters, master weights and moments after some steps on the data of both ranks."""
     paddle.seed(1)
-    model, dtypes = HalfModel(), set()
-    model.placement = SingleDevicePlacement()
-    model.placement.parameter_table.add(model.parameters())
-    run = Run(model, list(model.units), topology, stage)
+    run = Run(HalfModel(), topology, Mode(stage))
     # At stage 0 this rank runs the data of both ranks.
     ranks = [topology.sharding_rank] if stage else range(RANKS)
     for step in range(STEPS):
         for rank in ranks:
             rng = np.random.default_rng([step, rank])
             x_TD = paddle.to_tensor(rng.normal(size=(4, 3)).astype(np.float32))
-            (model(x_TD) ** 2).sum().backward()
-            if rank != ranks[-1]:
-                run.trained.end_micro_batch()
-        run.backward()
-        dtypes |= {str(gradient_of(tensor).dtype) for tensor in run.optimizer.tensors}
-        run.update()
-    named = [(n, p) for n, p in model.named_parameters() if not p.stop_gradient]
-    found = {
-        name: run.table.full_value(parameter, run.trained.gathered_value(parameter))
-        for name, parameter in named
-    }
-    # Moments, and master weights of bfloat16 parameters.
-    found |= states_of(run.optimizer)
-    return found, dtypes
+            (run.model(x_TD) ** 2).sum().backward()
+            run.trained.end_micro_batch()
+        run.trained.end_backward()
+        gradients = [gradient_of(tensor) for tensor in run.optimizer.tensors]
+        assert {str(grad.dtype) for grad in gradients} == {"paddle.float32"}
+        run.optimizer.step(0.01)
+        run.optimizer.clear_gradients()
+    found = run.values()
+    # Of bfloat16 parameters.
+    assert (found["units.0.weight/master_weight"] != found["units.0.weight"]).any()
+    return found
 
 
-def stage_3(
-    name: str, topology: Topology, what: str, loss: Callable[[nn.Layer], Tensor] = loss_of
-) -> list[str]:
-    """Gradients that differ from twice one device's by more than rounding; "loss" if it differs."""
+def does_the_same_arithmetic(world: World, stage: int) -> None:
+    found, wanted = (half_steps(number, world.topology) for number in (stage, 0))
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, wanted[name], err_msg=name)
+
+
+def recomputed_units_of_stage_3_equal_one_device(
+    world: World, name: str, what: str, loss: Callable[[nn.Layer], Tensor] = loss_of
+) -> None:
+    """The loss, and twice the gradients."""
     single = MODELS[name]("float32")
     single.materialize_all()
     wanted_loss = loss(single)
     wanted_loss.backward()
-    wanted = {n: p.grad for n, p in single.named_parameters() if p.grad is not None}
-    model = MODELS[name]("float32")
-    recompute_layers(units_of(model), what)
-    run = Run(model, units_of(model), topology, 3)
-    found_loss = loss(model)
+    wanted = {n: p.grad.numpy() for n, p in single.named_parameters() if p.grad is not None}
+    run = run_of(name, "float32", world.topology, Mode(3), what)
+    found_loss = loss(run.model)
     found_loss.backward()
-    run.backward()
-    error = abs(found_loss.item() - wanted_loss.item())
-    wrong = [] if error <= 1e-6 * abs(wanted_loss.item()) else ["loss"]
-    for name, parameter in model.named_parameters():
-        if parameter.stop_gradient:
-            continue
-        grad = gathered(run.trained, parameter, run.trained.shard_of(parameter).grad).numpy()
-        expected = RANKS * wanted[name].numpy() if name in wanted else np.zeros_like(grad)
-        if np.abs(grad - expected).max() > 1e-5 * max(np.abs(expected).max(), 1e-6):
-            wrong.append(name)
-    return wrong
+    run.trained.end_micro_batch()
+    run.trained.end_backward()
+    assert found_loss.item() == pytest.approx(wanted_loss.item(), rel=1e-6)
+    for key, grad in run.gradients().items():
+        expected = RANKS * wanted.get(key.removeprefix("gradient of "), np.zeros_like(grad))
+        error = np.abs(grad - expected).max()
+        assert error <= 1e-5 * max(np.abs(expected).max(), 1e-6), key
+
+
+def cases_of(name: str) -> dict[str, tuple]:
+    """A model's checks and their arguments."""
+    cases: dict[str, tuple] = {
+        f"bytes, {dtype} {mode}": (holds_the_bytes_of_the_formula, name, dtype, mode)
+        for dtype, mode in HELD
+    }
+    for stage in STAGES:
+        cases[f"copies, {stage}"] = (has_one_float32_copy_and_float32_moments, name, stage)
+    for what in RECOMPUTED:
+        cases[f"recomputed, {what}"] = (recomputed_units_of_stage_3_equal_one_device, name, what)
+    if name == "pi07":
+        cases |= {f"{term} alone": (weight_of_zero, name, term) for term in TERMS}
+    if name == "qwen":
+        cases |= {f"half, {stage}": (does_the_same_arithmetic, stage) for stage in STAGES[1:]}
+    return cases
+
+
+def weight_of_zero(world: World, name: str, term: str) -> None:
+    """A loss of weight zero leaves zeros at stage 3."""
+    loss = partial(loss_of, terms=[term])
+    recomputed_units_of_stage_3_equal_one_device(world, name, "none", loss)
 
 
 def worker(folder: str, names: Sequence[str]) -> dict:
     topology = initialize(ParallelDegrees(sharding_degree=RANKS))
-    ranks = FleetCheckpointRanks.of(topology)
-    checks = {}
-    for dtype, mode in HELD:
-        for name in names:
-            checks[f"held {name} {dtype} {mode}"] = partial(
-                held, name, dtype, *MODES[mode], topology
-            )
-    for stage in STAGES:
-        checks[f"half {stage}"] = partial(half_steps, stage, topology)
-        for name in names:
-            checks[f"regime {name} {stage}"] = partial(regime, name, stage, topology, folder, ranks)
-    for name in names:
-        for what in RECOMPUTED:
-            checks[f"recomputed {name} {what}"] = partial(stage_3, name, topology, what)
-    for term in TERMS:
-        loss = partial(loss_of, terms=[term])
-        checks[f"{term} alone"] = partial(stage_3, "pi07", topology, "none", loss)
-    return run_checks(checks)
+    world = World(topology, Path(folder), FleetCheckpointRanks.of(topology))
+    return run_checks(
+        {
+            f"{name}: {case}": partial(check, world, *given)
+            for name in names
+            for case, (check, *given) in cases_of(name).items()
+        }
+    )
 
 
 @cache
@@ -278,56 +255,13 @@ def outcomes(names: tuple[str, ...]) -> list[dict]:
         return launch(worker, RANKS, arguments=(folder, names), timeout=300)
 
 
-def outcomes_of(name: str) -> list[dict]:
-    return outcomes(FEW if name in FEW else OTHERS)
-
-
-@pytest.mark.parametrize(("dtype", "mode"), HELD)
-@pytest.mark.parametrize("name", NAMES)
-def test_bytes_are_those_of_the_formula(name, dtype, mode):
-    for moments in outcome_of(outcomes_of(name), f"held {name} {dtype} {mode}"):
-        padding = moments.pop("padding")
-        assert set(moments) == (set(MOMENTS) if dtype == "float32" else {"built"})
-        for moment, (found, wanted) in moments.items():
-            for kind, size in wanted.items():
-                most = 1.05 * size + padding.get(kind, 0)
-                assert 0.95 * size <= found[kind] <= most, (moment, kind)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", NAMES)
-def test_every_stage_has_one_float32_copy_and_float32_moments(name, stage):
-    ranks, wide = outcome_of(outcomes_of(name), f"regime {name} {stage}"), name == "qwen3.5"
-    for of_rank in ranks:
-        assert of_rank["parameters"] == {"paddle.bfloat16", *(["paddle.float32"] * wide)}
-        assert of_rank["masters"] == of_rank["moments"] == {"paddle.float32"}
-        assert of_rank["saved parameters"] == {"BF16", *(["F32"] * wide)}
-        assert of_rank["saved states"] == {"float32"}
-        assert of_rank["of the optimizer"]
-        assert of_rank["num moments"] == 2 * of_rank["num updated"]
-    copies = sum(of_rank["num updated"] for of_rank in ranks)
-    trained = ranks[0]["trained"] * (1 if stage else RANKS)
-    # Sizes that no group size divides are padded; fleet pads to 256 bytes on each rank.
-    padding = ranks[0]["most padding"] if stage == 1 else 0.01 * trained
-    assert trained <= copies <= trained + padding
-
-
-@pytest.mark.parametrize("stage", STAGES[1:])
-def test_every_stage_does_the_same_arithmetic(stage):
-    wanted, dtypes = outcome_of(outcomes(FEW), "half 0")[0]
-    assert dtypes == {"paddle.float32"}
-    for found, seen in outcome_of(outcomes(FEW), f"half {stage}"):
-        assert seen == dtypes
-        for name in found:
-            np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
-
-
-@pytest.mark.parametrize("what", RECOMPUTED)
-@pytest.mark.parametrize("name", NAMES)
-def test_recomputed_units_of_stage_3_equal_one_process(name, what):
-    assert outcome_of(outcomes_of(name), f"recomputed {name} {what}") == [[], []]
-
-
-@pytest.mark.parametrize("term", TERMS)
-def test_a_loss_of_weight_zero_leaves_zeros_at_stage_3(term):
-    assert outcome_of(outcomes(FEW), f"{term} alone") == [[], []]
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        pytest.param(name, case, marks=[pytest.mark.heavy] * (name not in FEW))
+        for name in MODELS
+        for case in cases_of(name)
+    ],
+)
+def test_memory_and_numbers_are_those_of_the_stage(name, case):
+    outcome_of(outcomes(FEW if name in FEW else OTHERS), f"{name}: {case}")

@@ -138,16 +138,13 @@ def real_step(folder: str, name: str, degrees: dict[str, Any]) -> Real:
     )
 
 
-def real(folder: str, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return run_checks({name: partial(real_step, folder, name, cases[name]) for name in cases})
-
-
-def predicted(folder: str, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return run_checks({name: partial(_predicted, folder, name, cases[name]) for name in cases})
-
-
-def _predicted(folder: str, name: str, degrees: dict[str, Any]) -> dict[str, Any]:
+def predicted_step(folder: str, name: str, degrees: dict[str, Any]) -> dict[str, Any]:
     return simulate(run_of(folder, name, degrees))
+
+
+def worker(folder: str, cases: dict[str, dict[str, Any]], is_real: bool) -> dict[str, Any]:
+    step = real_step if is_real else predicted_step
+    return run_checks({name: partial(step, folder, name, cases[name]) for name in cases})
 
 
 @pytest.fixture(scope="module")
@@ -157,11 +154,11 @@ def outcomes(tmp_path_factory) -> Any:
     @functools.cache
     def of(num_ranks: int) -> tuple[list[dict], list[dict]]:
         folder = tmp_path_factory.mktemp("runs")
-        arguments = (str(folder), CASES[num_ranks])
         if num_ranks == 2:
             write_tiny_policy_run(folder)
-        there = launch(real, num_ranks, arguments=arguments, timeout=900)
-        return there, launch(predicted, 1, arguments=arguments, timeout=900)
+        arguments = (str(folder), CASES[num_ranks])
+        there = launch(worker, num_ranks, arguments=(*arguments, True), timeout=900)
+        return there, launch(worker, 1, arguments=(*arguments, False), timeout=900)
 
     return of
 

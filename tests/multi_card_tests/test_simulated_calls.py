@@ -39,11 +39,8 @@ from tests.support.launch import launch, outcome_of, run_checks
 LAYERS, DEPTH, MICRO_BATCHES = 8, 2, 8
 UNITS = LAYERS + DEPTH
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-MP, STAGE_2, STAGE_3 = (
-    {"mp_degree": 2},
-    {"sharding_degree": 2, "sharding_stage": 2},
-    {"sharding_degree": 2, "sharding_stage": 3},
-)
+MP = {"mp_degree": 2}
+STAGE_2, STAGE_3 = ({"sharding_degree": 2, "sharding_stage": stage} for stage in (2, 3))
 OF_MP = {"all_reduce": 1 + 2 * LAYERS + 3 + 2 * LAYERS + 1 + 1, "all_gather": 1}
 OF_SP = {
     "all_reduce": 1 + 3 + 1 + 1,

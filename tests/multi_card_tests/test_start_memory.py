@@ -66,16 +66,15 @@ def start(
     build: Callable[[], nn.Layer],
     whole: int,
     topology: Topology,
+    *,
     stage: int,
     width: int,
-    is_old: bool = False,
     on_host: int = 0,
-) -> tuple[int, float]:
-    """Peak bytes above those before the model was made, and the limit.
+) -> None:
+    """Assert a limit of the peak above what was held before the model was made.
 
     Args:
         whole: elements of the largest tensor.
-        is_old: materialize all parameters before the first is sharded.
         on_host: bytes per element of a NumPy array, which also counts as Paddle's memory on a CPU.
     """
     gc.collect()
@@ -85,11 +84,10 @@ def start(
     units = units_of(model)
     elements = ModelElements.of(model.parameters(), units, width, model.tables)
     parameters: Iterable[Tensor] = model.materialize()
-    if is_old:
-        parameters = list(parameters)
     group = topology.sharding_group
     if stage == 1:
-        return start_fleet(parameters, topology, elements, before)
+        start_fleet(parameters, topology, elements, before)
+        return
     if stage:
         trained = Sharding(parameters, group, stage, [units], model.tables)
     else:
@@ -100,12 +98,12 @@ def start(
     after = host_memory_stat_current_value("Allocated", 0) - before
     assert after <= held.parameters + held.masters + SLACK
     copies = width if width == 4 else width + 4
-    return peak, held.parameters + held.masters + (copies + on_host) * whole + SLACK
+    assert peak <= held.parameters + held.masters + (copies + on_host) * whole + SLACK
 
 
 def start_fleet(
     parameters: Iterable[Tensor], topology: Topology, elements: ModelElements, before: int
-) -> tuple[int, float]:
+) -> None:
     """The same at stage 1 with its optimizer. Fleet moves parameters into buffers one by one."""
     parameters, table = list(parameters), ParameterTable()
     table.add(parameters)
@@ -125,11 +123,12 @@ def start_fleet(
     buffer = width * (elements.units.trained + elements.root.trained)
     assert after <= held.total + padding + SLACK
     while_moving = held.parameters + held.gradients + buffer
-    return peak, max(held.total, while_moving) + padding + SLACK
+    assert peak <= max(held.total, while_moving) + padding + SLACK
 
 
-def start_run(run_file: str, is_old: bool) -> tuple[int, float]:
-    """The same for a full run up to its optimizer, whose state is sharded as it is made."""
+def start_run(run_file: str, is_old: bool) -> None:
+    """The same for a full run up to its optimizer, whose state is sharded as it is made; more than
+    the limit if parameters are materialized before they are sharded."""
     config = load_run_config(run_file, ["parallel.sharding_degree=2", "parallel.sharding_stage=3"])
     gc.collect()
     peaks: list[int] = []
@@ -150,49 +149,56 @@ def start_run(run_file: str, is_old: bool) -> tuple[int, float]:
     held = between_steps(elements, 3, 2)
     # A fused weight is concatenated from its linears.
     whole = max(p.size * (2 if fused_columns(p) else 1) for p in model.parameters())
-    return peaks[0], held.parameters + held.masters + 4 * whole + SLACK
+    limit = held.parameters + held.masters + 4 * whole + SLACK
+    assert (peaks[0] > limit) == is_old
 
 
 def largest(build: Callable[[], nn.Layer]) -> int:
     return max(parameter.size for parameter in build().parameters())
 
 
-def differing(build: Callable[[], nn.Layer], group) -> list[str]:
-    """Parameters at stage 3 that differ from those of a model materialized unsharded."""
+def same_weights(build: Callable[[], nn.Layer], group) -> None:
+    """Parameters at stage 3 are those of a model materialized unsharded."""
     wanted = build()
     wanted.materialize_all()
     model = build()
     sharding = Sharding(model.materialize(), group, 3, [units_of(model)], model.tables)
     values = dict(wanted.named_parameters())
-    return [
-        name
-        for name, parameter in model.named_parameters()
-        if not np.array_equal(sharding.gathered_value(parameter).numpy(), values[name].numpy())
-    ]
+    for name, parameter in model.named_parameters():
+        found = sharding.gathered_value(parameter).numpy()
+        np.testing.assert_array_equal(found, values[name].numpy(), err_msg=name)
+
+
+# Names of checks on two ranks, and of matrices sharded over 2 mp ranks, each shard over 2 sharding
+# ranks.
+CASES = ["run", "old run"]
+CASES += [f"{n} {dtype} {what}" for n in NAMES for dtype in DTYPES for what in (*STAGES, "values")]
+CASES_OF_PARTS = [
+    f"{name} {dtype} {what}"
+    for name in SPLIT
+    for dtype, stages in STAGES_OF_PARTS.items()
+    for what in (*stages, "values")
+]
 
 
 def worker(folder: str) -> dict:
-    """Checks of the models of `builders`, sharded over 2 ranks."""
     run_file = f"{folder}/run/run.yaml"
-    checks = {f"run {is_old}": partial(start_run, run_file, is_old) for is_old in (False, True)}
+    checks = {
+        "run": partial(start_run, run_file, False),
+        "old run": partial(start_run, run_file, True),
+    }
     outcomes = run_checks(checks)
     topology, checks = initialize(ParallelDegrees(sharding_degree=2)), {}
-    group = topology.sharding_group
     for dtype, width in DTYPES.items():
         for name, build in builders(Path(folder), dtype).items():
-            whole = largest(build)
+            of_stage = partial(start, build, largest(build), topology, width=width)
             for stage in STAGES:
-                checks[f"{name} {dtype} {stage}"] = partial(
-                    start, build, whole, topology, stage, width
-                )
-            if dtype == "float32":
-                checks[f"{name} old"] = partial(start, build, whole, topology, 3, width, True)
-            checks[f"{name} {dtype} values"] = partial(differing, build, group)
+                checks[f"{name} {dtype} {stage}"] = partial(of_stage, stage=stage)
+            checks[f"{name} {dtype} values"] = partial(same_weights, build, topology.sharding_group)
     return outcomes | run_checks(checks)
 
 
 def worker_of_parts(folder: str) -> dict:
-    """Checks of matrices sharded over 2 mp ranks, each shard over 2 sharding ranks."""
     topology = initialize(ParallelDegrees(mp_degree=2, sharding_degree=2))
     group, checks = topology.sharding_group, {}
     makers = {
@@ -203,15 +209,14 @@ def worker_of_parts(folder: str) -> dict:
     }
     for dtype, width in DTYPES.items():
         for name, make in makers.items():
-            whole = largest(partial(make, dtype))
             # Fresh shards are cut from a full NumPy array.
             on_host = 4 if name.endswith("fresh") else 0
             split = partial(make, dtype, placement=FleetPlacement(topology.mp_group))
+            whole = largest(partial(make, dtype))
+            of_stage = partial(start, split, whole, topology, width=width, on_host=on_host)
             for stage in STAGES_OF_PARTS[dtype]:
-                checks[f"{name} {dtype} {stage}"] = partial(
-                    start, split, whole, topology, stage, width, on_host=on_host
-                )
-            checks[f"{name} {dtype} values"] = partial(differing, split, group)
+                checks[f"{name} {dtype} {stage}"] = partial(of_stage, stage=stage)
+            checks[f"{name} {dtype} values"] = partial(same_weights, split, group)
     return run_checks(checks)
 
 
@@ -233,46 +238,12 @@ def outcomes_of_parts(folder):
     return launch(worker_of_parts, 4, arguments=(folder,), timeout=300)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", NAMES)
-def test_no_rank_holds_more_than_its_share_and_a_tensor(outcomes, name, dtype, stage):
-    for peak, allowed in outcome_of(outcomes, f"{name} {dtype} {stage}"):
-        assert peak <= allowed
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_filling_before_dividing_would_need_more(outcomes, name):
-    # Half a float32 copy is as large as a full bfloat16 weight, so two ranks show float32 only.
-    for peak, allowed in outcome_of(outcomes, f"{name} old"):
-        assert peak > allowed
-
-
-def test_a_run_starts_like_that(outcomes):
-    for peak, allowed in outcome_of(outcomes, "run False"):
-        assert peak <= allowed
-    for peak, allowed in outcome_of(outcomes, "run True"):
-        assert peak > allowed
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", NAMES)
-def test_the_weights_are_those_of_a_whole_model(outcomes, name, dtype):
-    assert outcome_of(outcomes, f"{name} {dtype} values") == [[], []]
+@pytest.mark.parametrize("case", CASES)
+def test_a_start_needs_its_share_and_a_tensor_for_the_same_weights(outcomes, case):
+    outcome_of(outcomes, case)
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize(
-    ("dtype", "stage"), [(dtype, stage) for dtype, of in STAGES_OF_PARTS.items() for stage in of]
-)
-@pytest.mark.parametrize("name", SPLIT)
-def test_parts_of_matrices_need_no_more_either(outcomes_of_parts, name, dtype, stage):
-    for peak, allowed in outcome_of(outcomes_of_parts, f"{name} {dtype} {stage}"):
-        assert peak <= allowed
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", SPLIT)
-def test_parts_of_matrices_are_those_of_a_whole_model(outcomes_of_parts, name, dtype):
-    assert outcome_of(outcomes_of_parts, f"{name} {dtype} values") == [[]] * 4
+@pytest.mark.parametrize("case", CASES_OF_PARTS)
+def test_parts_of_matrices_need_no_more(outcomes_of_parts, case):
+    outcome_of(outcomes_of_parts, case)

@@ -6,8 +6,7 @@ Guarantees, with data parallelism, in a pipeline, and with a colocated encoder:
   values, one all-reduce of losses, gradient norm and parameters with a gradient, and the
   collectives of the parallelism;
 - a logging step adds one gather, and one read, made while the next step runs;
-- all ranks issue the same collectives in the same order;
-- the logged values equal those of a separate gather per value.
+- all ranks issue the same collectives in the same order, and log the same lines.
 
 Updates are over flat buckets, as on a GPU.
 """
@@ -18,9 +17,6 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import paddle
-import paddle.distributed as dist
 import pytest
 
 from paddle_vl.config.load import load_run_config
@@ -79,14 +75,12 @@ class Turn(NamedTuple):
 
 
 def whole_run(run_file: str, output_dir: Path, override: str) -> dict[str, Any]:
-    """A run's turns with their counts; its metrics, and those from separate gathers."""
+    """A run's turns with their counts, and its metrics."""
     overrides = [f"train.output_dir={output_dir}", f"train.max_steps={STEPS}", override]
     overrides += ["train.save_steps=null", f"logging.logging_steps={LOGGING_STEPS}"]
     trainer = build_trainer(load_run_config(run_file, overrides))
     trainer.optimizer.use_buckets()
-    turns, collected, own_sums, counts = [], [], [], []
-    turn, collect = trainer.turn, trainer.reporter.collect
-    train_one_step, sum_over_all = trainer.train_one_step, trainer.ranks.sum_over_all
+    turns, turn = [], trainer.turn
 
     def counted():
         with recorded_phases() as recording, record_host_reads() as reads:
@@ -94,53 +88,9 @@ def whole_run(run_file: str, output_dir: Path, override: str) -> dict[str, Any]:
         of_device = [place for place in reads if not place.startswith(HOST_ONLY)]
         turns.append(Turn(trainer.step, recording.calls, of_device))
 
-    def seen_step():
-        outcome = train_one_step()
-        counts.append(outcome.totals.counts)
-        return outcome
-
-    def seen_sum(value):
-        own_sums.append(value.clone())
-        return sum_over_all(value)
-
-    def seen_report(step, own, make_line, *others):
-        collected.append((step, own, make_line))
-        collect(step, own, make_line, *others)
-
-    trainer.turn, trainer.train_one_step = counted, seen_step
-    trainer.ranks.sum_over_all, trainer.reporter.collect = seen_sum, seen_report
+    trainer.turn = counted
     trainer.run()
-    lines = []
-    for step, own, make_line in collected:
-        values = {name: separately_gathered(value) for name, value in own.items()}
-        lines.append({"step": step, **make_line(values)})
-    sums = [
-        [all_reduced(value, dist.ReduceOp.SUM).item() for value in values] for values in own_sums
-    ]
-    return {
-        "turns": turns,
-        "metrics": metrics_of(output_dir),
-        "lines": lines,
-        "sums": sums,
-        "counts": counts,
-        "override": override,
-    }
-
-
-def all_reduced(value: paddle.Tensor, operation: Any) -> paddle.Tensor:
-    total = value.reshape([1]).clone()
-    dist.all_reduce(total, operation)
-    return total
-
-
-def separately_gathered(value: Any) -> np.ndarray:
-    """The values of both ranks, gathered alone: `[P]`, or `[P, n]` for a tensor."""
-    is_tensor = isinstance(value, paddle.Tensor)
-    own = value.reshape([-1]) if is_tensor else paddle.to_tensor([value])
-    everyone: list[paddle.Tensor] = []
-    dist.all_gather(everyone, own.astype("float64"))
-    values_Pn = np.stack([each.numpy() for each in everyone])
-    return values_Pn if is_tensor else values_Pn[:, 0]
+    return {"turns": turns, "metrics": metrics_of(output_dir), "override": override}
 
 
 @pytest.fixture(scope="module", params=TOPOLOGIES)
@@ -192,22 +142,5 @@ def test_all_ranks_send_the_same_in_the_same_order(ranks):
     calls = [[call for turn in rank["turns"] for call in turn.collectives] for rank in ranks]
     assert calls[0]
     assert first_difference(calls) is None
-
-
-def test_what_is_logged_is_what_separate_gathers_give(ranks):
-    # Both ranks have the same lines, so these include the second rank's values.
-    assert ranks[0]["lines"] == ranks[1]["lines"]
-    assert ranks[0]["metrics"] == ranks[0]["lines"]
+    assert ranks[0]["metrics"] == ranks[1]["metrics"]
     assert [line["step"] for line in ranks[0]["metrics"]] == [*LOGGED, STEPS]
-
-
-def test_loss_and_norm_are_those_of_separate_sums(ranks):
-    sums, counts = ranks[0]["sums"], [count for (count,) in ranks[0]["counts"]]
-    begin = 0
-    for line in ranks[0]["metrics"]:
-        window = range(begin, line["step"])
-        total = sum(sums[step][0] * counts[step] for step in window)
-        wanted = total / sum(counts[step] for step in window)
-        assert line["loss"] == pytest.approx(wanted, rel=1e-6)
-        assert line["grad_norm"] == pytest.approx(sums[line["step"] - 1][1] ** 0.5, rel=1e-6)
-        begin = line["step"]

@@ -7,6 +7,8 @@ the same on all ranks of an mp group except for sharded tensors, and is reproduc
 be started in turn.
 """
 
+from functools import partial
+
 import paddle
 import paddle.distributed as dist
 import paddle.nn.functional as F
@@ -14,46 +16,54 @@ import pytest
 
 from paddle_vl.parallel.random_state import split_random
 from paddle_vl.parallel.ranks import FleetRanks
-from paddle_vl.parallel.topology import ParallelDegrees, Topology, initialize
+from paddle_vl.parallel.topology import ParallelDegrees, initialize
 from paddle_vl.train.schedule import seed_step
 from tests.support.launch import launch, outcome_of, run_checks
 
-PROCESSES = 4
 AXES = ("dp", "mp", "pp", "sharding")
-DEGREES = {
-    "dp_mp": {"dp_degree": 2, "mp_degree": 2},
-    "mp_pp": {"mp_degree": 2, "pp_degree": 2, "num_micro_batches": 3},
-    "sharding_mp": {"sharding_degree": 2, "mp_degree": 2},
-}
-# The mp groups are (0, 1) and (2, 3); the groups of the other axis are (0, 2) and (1, 3).
-NEIGHBOURS = [[0, 1], [0, 1], [2, 3], [2, 3]]
-DISTANT = [[0, 2], [1, 3], [0, 2], [1, 3]]
-ALONE = [[0], [1], [2], [3]]
+DP_MP = {"dp_degree": 2, "mp_degree": 2}
+# Degrees, the axis beside mp, how rank 2 describes itself, and data shards.
+TOPOLOGIES = {
+    "dp mp": (DP_MP, "dp", "rank 2 (dp 1, mp 0)", 2),
+    "mp pp": (
+        {"mp_degree": 2, "pp_degree": 2, "num_micro_batches": 3}, "pp", "rank 2 (mp 0, pp 1)", 1,
+    ),
+    "sharding mp": (
+        {"sharding_degree": 2, "mp_degree": 2}, "sharding", "rank 2 (mp 0, sharding 1)", 2,
+    ),
+}  # fmt: skip
 
 
-def worker():
-    places = {name: lambda degrees=degrees: place(**degrees) for name, degrees in DEGREES.items()}
-    return run_checks({"dropout": dropout} | places)
-
-
-def place(**degrees) -> dict:
-    """A topology as this rank sees it."""
+def place(degrees: dict[str, int], distant: str, second: str, shards: int) -> None:
     topology = initialize(ParallelDegrees(**degrees))
-    groups = {axis: getattr(topology, f"{axis}_group") for axis in AXES}
-    return {
-        "text": topology.describe(),
-        "data": (topology.data_rank, topology.data_size),
-        "ranks": {axis: getattr(topology, f"{axis}_rank") for axis in AXES},
-        "members": {axis: group.ranks for axis, group in groups.items()},
-        "sums": {axis: summed_ranks(topology, group) for axis, group in groups.items()},
-        "random": paddle.rand([1]).item(),
-        "ends": None if topology.ends_group is None else topology.ends_group.ranks,
-    }
+    rank, drawn = topology.rank, list[float]()
+    dist.all_gather_object(drawn, paddle.rand([1]).item())
+    # The mp groups are (0, 1) and (2, 3); the groups of the other axis are (0, 2) and (1, 3).
+    across = [rank % 2, rank % 2 + 2]
+    members = {axis: [rank] for axis in AXES} | {"mp": [rank // 2 * 2, rank // 2 * 2 + 1]}
+    members[distant] = across
+    for axis in AXES:
+        group = getattr(topology, f"{axis}_group")
+        assert group.ranks == members[axis]
+        # One decimal digit per rank.
+        value = paddle.to_tensor([10**rank])
+        if group.nranks > 1:
+            dist.all_reduce(value, group=group)
+        assert value.item() == sum(10**member for member in members[axis])
+        assert getattr(topology, f"{axis}_rank") == {"mp": rank % 2, distant: rank // 2}.get(
+            axis, 0
+        )
+    assert (topology.data_rank, topology.data_size) == (rank // 2 if shards > 1 else 0, shards)
+    assert rank != 2 or topology.describe() == second
+    ends = topology.ends_group
+    assert (None if ends is None else ends.ranks) == (across if distant == "pp" else None)
+    assert len(set(drawn)) == 1
 
 
-def dropout() -> dict:
-    """Masks of 64 elements in two steps, drawn in the order of a layer."""
-    ranks = FleetRanks(initialize(ParallelDegrees(**DEGREES["dp_mp"])))
+def dropout() -> None:
+    """Masks of 64 elements in two steps, drawn in the order of a layer: they differ for sharded
+    tensors, between steps, and between shards of the data."""
+    ranks = FleetRanks(initialize(ParallelDegrees(**DP_MP)))
 
     def draw() -> list[float]:
         return F.dropout(paddle.ones([64])).tolist()
@@ -63,76 +73,29 @@ def dropout() -> dict:
     with split_random():
         split = draw()
     seed_step(3, 11, ranks)
-    masks = {"whole": whole, "split": split, "next step": draw()}
+    assert draw() != whole != split
     # Earlier draws do not matter.
     seed_step(3, 10, ranks)
     with split_random():
         split_first = draw()
-    return masks | {"again": draw() + split_first}
+    assert (draw(), split_first) == (whole, split)
+    of_ranks: list[tuple] = []
+    dist.all_gather_object(of_ranks, (whole, split))
+    (first, own), (second, other), (third, far), _ = of_ranks
+    assert first == second != third
+    assert other != own != far
 
 
-def summed_ranks(topology: Topology, group) -> int:
-    """The sum of 10 ** rank over a group, one decimal digit per rank."""
-    value = paddle.to_tensor([10**topology.rank])
-    if group.nranks > 1:
-        dist.all_reduce(value, group=group)
-    return value.item()
+def worker() -> dict:
+    checks = {"dropout": dropout}
+    return run_checks(checks | {name: partial(place, *of) for name, of in TOPOLOGIES.items()})
 
 
 @pytest.fixture(scope="module")
 def outcomes():
-    return launch(worker, PROCESSES)
+    return launch(worker, 4)
 
 
-@pytest.mark.parametrize(
-    ("name", "distant"), [("dp_mp", "dp"), ("mp_pp", "pp"), ("sharding_mp", "sharding")]
-)
-def test_groups_have_their_members_and_sum_over_them(outcomes, name, distant):
-    for rank, seen in enumerate(outcome_of(outcomes, name)):
-        members = {axis: ALONE[rank] for axis in AXES}
-        members |= {"mp": NEIGHBOURS[rank], distant: DISTANT[rank]}
-        assert seen["members"] == members
-        assert seen["sums"] == {
-            axis: sum(10**member for member in group) for axis, group in members.items()
-        }
-        assert seen["ranks"] == dict.fromkeys(AXES, 0) | {"mp": rank % 2, distant: rank // 2}
-
-
-@pytest.mark.parametrize(
-    ("name", "texts", "parts"),
-    [
-        (
-            "dp_mp",
-            ["dp 0, mp 0", "dp 0, mp 1", "dp 1, mp 0", "dp 1, mp 1"],
-            [(0, 2), (0, 2), (1, 2), (1, 2)],
-        ),
-        ("mp_pp", ["mp 0, pp 0", "mp 1, pp 0", "mp 0, pp 1", "mp 1, pp 1"], [(0, 1)] * 4),
-    ],
-)
-def test_ranks_have_their_coordinates_and_samples(outcomes, name, texts, parts):
-    found = outcome_of(outcomes, name)
-    assert [seen["text"] for seen in found] == [f"rank {r} ({t})" for r, t in enumerate(texts)]
-    assert [seen["data"] for seen in found] == parts
-
-
-def test_first_and_last_stage_of_a_pipeline_have_a_group(outcomes):
-    assert [seen["ends"] for seen in outcome_of(outcomes, "mp_pp")] == DISTANT
-    assert [seen["ends"] for seen in outcome_of(outcomes, "dp_mp")] == [None] * PROCESSES
-
-
-def test_dropout_is_the_same_where_mp_processes_have_the_same(outcomes):
-    """Masks differ for sharded tensors, between steps, and between shards of the data."""
-    drawn = outcome_of(outcomes, "dropout")
-    assert [masks["whole"] for masks in drawn[:2]] == [drawn[0]["whole"]] * 2
-    assert drawn[0]["split"] != drawn[1]["split"]
-    assert drawn[0]["whole"] != drawn[2]["whole"]
-    assert drawn[0]["split"] != drawn[2]["split"]
-    for masks in drawn:
-        assert masks["again"] == masks["whole"] + masks["split"]
-        assert masks["next step"] != masks["whole"]
-        assert masks["split"] != masks["whole"]
-
-
-@pytest.mark.parametrize("name", DEGREES)
-def test_random_numbers_start_alike_on_every_rank(outcomes, name):
-    assert len({seen["random"] for seen in outcome_of(outcomes, name)}) == 1
+@pytest.mark.parametrize("name", ["dropout", *TOPOLOGIES])
+def test_ranks_have_their_place(outcomes, name):
+    outcome_of(outcomes, name)

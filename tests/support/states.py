@@ -1,4 +1,4 @@
-"""Full values of what an optimizer updates, on every rank."""
+"""Full values of what an optimizer updates, and gradients, on every rank."""
 
 from typing import Any
 
@@ -50,3 +50,27 @@ def states_of(optimizer: Optimizer) -> dict[str, np.ndarray]:
         for name, of_name in zip(names, columns, strict=True):
             found[f"{name}/{state}"] = full[..., of_name].copy()
     return found
+
+
+def stored_gradients(model: Any) -> dict[str, np.ndarray]:
+    """Gradients of one device's model in their stored form, by key."""
+    return {
+        item.key: item.layout.to_stored(item.of_own(item.parameter.grad.numpy()))
+        for item in model.stored_parameters()
+        if item.parameter.grad is not None
+    }
+
+
+def worst_gradient(model: Any, wanted: dict[str, np.ndarray]) -> tuple[float, str]:
+    """The largest error of a rank's summed gradients, relative to the largest entry of one
+    device's, and its key. What one device has no gradient of, such as a tower without an image, may
+    have zeros."""
+    worst = (0.0, "")
+    for item in model.stored_parameters():
+        grad = item.parameter.grad
+        if item.key not in wanted:
+            assert grad is None or not grad.numpy().any(), item.key
+            continue
+        error = np.abs(item.of_own(grad.numpy()) - item.from_stored(wanted[item.key])).max()
+        worst = max(worst, (float(error / max(np.abs(wanted[item.key]).max(), 1e-6)), item.key))
+    return worst

@@ -1,4 +1,4 @@
-"""Training runs on several ranks, and the tests that compare them with one device.
+"""Training runs on several ranks.
 
 Adam divides a gradient by its size, which turns rounding noise of entries near zero into full
 updates; `DAMPED` has a large epsilon for the runs that are compared.
@@ -7,19 +7,16 @@ updates; `DAMPED` has a large epsilon for the runs that are compared.
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import paddle.distributed as dist
-import pytest
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.train.build import build_trainer
 from tests.single_card_tests.train.tiny_run import write_records, write_tiny_run
-from tests.support.finished_runs import arrays_of, assert_equal_runs
-from tests.support.launch import launch
 
 RESUME = "train.resume_from_checkpoint=auto"
 DAMPED = ("train.adam_epsilon=1e-2", "train.weight_decay=0.1")
@@ -50,13 +47,6 @@ def continue_run(
     train(run_file, output_dir, [*overrides, RESUME])
 
 
-def train_and_resume(run_file: str, output_dir: str, overrides: list[str]) -> None:
-    """A full run, and one that continues its checkpoint of step 2 in another folder."""
-    train(run_file, output_dir, overrides)
-    dist.barrier()
-    continue_run(run_file, output_dir, f"{output_dir}-resumed", overrides)
-
-
 def batch_settings(num_data_parts: int) -> list[str]:
     """The same global batch on any number of data ranks."""
     return [f"train.per_device_train_batch_size={GLOBAL_BATCH // num_data_parts}"]
@@ -84,60 +74,3 @@ def write_mixed_run(folder: Path, num_samples: int, model: dict[str, Any]) -> Pa
             record["images"] *= 2
     write_records(path.with_name("train.jsonl"), records)
     return path
-
-
-class EqualsOneDevice:
-    """Tests of a run over several topologies; a subclass gives `run_file`, a fixture of its class
-    or module, and `settings`.
-
-    Attributes:
-        topologies: number of ranks and settings, by name.
-    """
-
-    topologies: ClassVar[Mapping[str, tuple[int, Sequence[str]]]] = {}
-
-    @classmethod
-    def settings(cls, run_file: Path, num_data_parts: int) -> list[str]:
-        """Settings of a run of four steps that saves at the second and fourth."""
-        raise NotImplementedError
-
-    @classmethod
-    def launch(
-        cls, num_ranks: int, run_file: Path, output_dir: Path, overrides: Sequence[str]
-    ) -> None:
-        arguments = (str(run_file), str(output_dir), list(overrides))
-        launch(train_and_resume, num_ranks, arguments=arguments, timeout=300)
-
-    @classmethod
-    def arrays_of(cls, checkpoint: Path) -> dict[str, np.ndarray]:
-        return arrays_of(checkpoint)
-
-    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        if "several" in metafunc.fixturenames:
-            metafunc.parametrize("several", list(self.topologies), indirect=True, scope="class")
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def one_device(cls, run_file: Path, tmp_path_factory) -> Path:
-        output_dir = tmp_path_factory.mktemp("one") / "out"
-        train(run_file, output_dir, cls.settings(run_file, 1))
-        return output_dir
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def several(cls, request, run_file: Path, tmp_path_factory) -> Path:
-        num_ranks, topology = cls.topologies[request.param]
-        output_dir = tmp_path_factory.mktemp("several") / "out"
-        settings = cls.settings(run_file, num_data_parts(topology))
-        cls.launch(num_ranks, run_file, output_dir, [*settings, *topology])
-        return output_dir
-
-    def test_every_step_and_every_parameter_equal_one_device(self, several, one_device):
-        assert_equal_runs(several, one_device)
-
-    def test_a_resumed_run_is_bit_identical(self, several):
-        found = self.arrays_of(Path(f"{several}-resumed") / "checkpoint-4")
-        wanted = self.arrays_of(several / "checkpoint-4")
-        assert found.keys() == wanted.keys()
-        for key, array in wanted.items():
-            np.testing.assert_array_equal(found[key], array, err_msg=key)
