@@ -16,7 +16,7 @@ from typing import Any
 import paddle.distributed as dist
 import pytest
 
-from paddle_vl.parallel.agree import check_agree, gather_bytes, gather_values
+from paddle_vl.parallel.agree import check_agree, gather_values
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.topology import initialize
 from tests.support.launch import launch, outcome_of, run_checks
@@ -30,8 +30,6 @@ VALUES = [
 GATHERED: dict[str, tuple[Callable, list, list]] = {
     "values": (gather_values, VALUES, VALUES),
     "not finite": (gather_values, *[[[math.inf, rank] for rank in range(3)]] * 2),
-    "bytes": (gather_bytes, *[[b"", b"\1", b"\2\2"]] * 2),
-    "nothing": (gather_bytes, *[[b""] * 3] * 2),
 }
 # By rank, and the end of the error.
 CHECKED: dict[str, tuple[list[dict], str | None]] = {

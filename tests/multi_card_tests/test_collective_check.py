@@ -167,7 +167,7 @@ def different_plans_are_named(group, first: Callable, other: Callable, one: str,
 
 # What the other ranks do, and their last collective.
 ENDS = {
-    "left": (lambda: None, "leaves, end of the checked section"),
+    "left": (lambda: None, "barrier in first"),
     "failed": (raise_key_error, "barrier in first"),
 }
 
