@@ -114,7 +114,10 @@ TABLE: dict[Operation, list[Kernel]] = {
     delta_rule.gated_rms_norm: [Kernel("cpu", "C", c.gated_rms_norm, cpu.is_dense)],
     # Experts
     experts.permuted_copies: _on_both(experts.PermuteRows),
-    experts.grouped_linear: [Kernel("gpu", "Paddle", gpu.grouped_linear)],
+    experts.grouped_linear: [
+        Kernel("cpu", "Paddle", cpu.grouped_linear),
+        Kernel("gpu", "Paddle", gpu.grouped_linear),
+    ],
 }
 
 for _operation, _kernels in TABLE.items():

@@ -10,8 +10,9 @@ Shapes: N rows, C channels; B batch, L new tokens, S capacity of a cache, K key 
 """
 
 import math
+from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
@@ -21,6 +22,7 @@ from paddle.autograd import PyLayer
 
 from paddle_vl.nn.attention import CachedKeys, RotaryTables, biased_rows
 from paddle_vl.nn.cpu import onednn
+from paddle_vl.nn.experts import GroupedProduct, GroupSizes
 from paddle_vl.nn.operations import column_sum, row_sum
 
 _FLOAT32, _HOST = paddle.float32, paddle.CPUPlace()
@@ -311,7 +313,7 @@ def rms_quotient(x: Tensor, epsilon: float) -> Tensor:
     return _RMSNormByProducts.apply(x, None, epsilon, 0.0)
 
 
-# Rotary embedding, linears
+# Rotary embedding, linears, experts
 
 
 def apply_rotary(q_TNH: Tensor, k_TKH: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
@@ -379,6 +381,63 @@ class BiasedLinear(PyLayer):
             x_NI = as_rows(x)
             grad_weight = paddle.matmul(x_NI, grad_NO, transpose_x=True)
         return grad_x, grad_weight, column_sum(grad_NO) if needs_bias else None
+
+
+def grouped_linear(x_NI: Tensor, weight_EIO: Tensor, sizes: GroupSizes) -> Tensor:
+    """`experts.grouped_linear`. Reading the counts on the host costs nothing on the CPU."""
+    counts: Any = sizes.counts_E.tolist()
+    return GroupedProduct.apply(x_NI, weight_EIO, _PerExpert(counts))
+
+
+class _PerExpert(NamedTuple):
+    """One product per expert, written into its slice of the result.
+
+    Attributes:
+        counts: rows of each expert.
+    """
+
+    counts: list[int]
+
+    def product(self, x_NI: Tensor, weight_EIO: Tensor, transposed: bool = False) -> Tensor:
+        """See `GroupedProduct`."""
+        columns = weight_EIO.shape[1 if transposed else 2]
+        total = x_NI.shape[0]
+        make = paddle.empty if sum(self.counts) == total else paddle.zeros
+        y_NO = make([total, columns], dtype=x_NI.dtype)
+        for e, begin, end in self._ranges():
+            paddle.matmul(
+                x_NI._slice(begin, end),
+                _matrix(weight_EIO, e),
+                transpose_y=transposed,
+                out=y_NO._slice(begin, end),
+            )
+        return y_NO
+
+    def weight_gradient(self, x_NI: Tensor, grad_NO: Tensor) -> Tensor:
+        """See `GroupedProduct`."""
+        shape = [len(self.counts), x_NI.shape[1], grad_NO.shape[1]]
+        grad_EIO = paddle.zeros(shape, dtype=x_NI.dtype)
+        for e, begin, end in self._ranges():
+            paddle.matmul(
+                x_NI._slice(begin, end),
+                grad_NO._slice(begin, end),
+                transpose_x=True,
+                out=_matrix(grad_EIO, e),
+            )
+        return grad_EIO
+
+    def _ranges(self) -> Iterator[tuple[int, int, int]]:
+        """Expert, first row and end row of every expert that has rows."""
+        end = 0
+        for e, count in enumerate(self.counts):
+            begin, end = end, end + count
+            if count:
+                yield e, begin, end
+
+
+def _matrix(weight_EIO: Tensor, e: int) -> Tensor:
+    """One expert's matrix `[I, O]`, a view of the stacked weights."""
+    return weight_EIO._slice(e, e + 1).reshape_(weight_EIO.shape[1:])
 
 
 # Attention over a cache
