@@ -6,9 +6,11 @@ float32 tensors.
 Shapes: as in `paddle_vl.nn.attention`; N rows, C channels.
 """
 
+import ctypes
 import logging
 import math
 import os
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -67,6 +69,7 @@ def enable() -> bool:
         is_new = _library is None
         if is_new:
             _library = compiler.load_kernels()
+            _declare(_library, compiler.SOURCE.read_text(encoding="utf-8"))
         set_compiled(True)
         if is_new and (wrong := kernel_check.differences()):
             raise compiler.CompilerError(f"they differ from the plain operations: {wrong}")
@@ -86,6 +89,29 @@ def disable() -> None:
 def refusal() -> str | None:
     """Why `enable` did not let them; None if it did or was not called."""
     return _refused
+
+
+class _Data:
+    """A pointer argument: the data of a tensor or an array, an address, or NULL for None."""
+
+    @classmethod
+    def from_param(cls, x: Any) -> ctypes.c_void_p:
+        if isinstance(x, np.ndarray):
+            return ctypes.c_void_p(x.ctypes.data)
+        return ctypes.c_void_p(x if x is None or isinstance(x, int) else x.data_ptr())
+
+
+_TYPES = {"i64": ctypes.c_int64, "int": ctypes.c_int, "float": ctypes.c_float,
+          "uint64_t": ctypes.c_uint64}  # fmt: skip
+
+
+def _declare(library: ctypes.CDLL, source: str) -> None:
+    """Give the functions of the library their argument types, as the source has them."""
+    for name, arguments in re.findall(r"^void (\w+)\(([^)]*)\) \{", source, re.MULTILINE):
+        given = [one.split() for one in arguments.split(",")]
+        getattr(library, name).argtypes = [
+            _Data if "*" in "".join(one) else _TYPES[one[0]] for one in given
+        ]
 
 
 def _size(x: Tensor) -> int:

@@ -12,14 +12,11 @@ gradients are wrong without an error.
 import ctypes
 import hashlib
 import os
-import re
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import paddle
 
 SOURCE = Path(__file__).with_name("kernels.c")
@@ -49,39 +46,14 @@ def load_kernels() -> ctypes.CDLL:
             file = cache_folder() / f"kernels-{_key(libraries)}.so"
             if not file.exists():
                 _compile(libraries, file)
-            return _declared(ctypes.CDLL(str(file)))
+            return ctypes.CDLL(str(file))
         except PermissionError:
             with tempfile.TemporaryDirectory() as temporary:
                 file = Path(temporary) / "kernels.so"
                 _compile(libraries, file)
-                return _declared(ctypes.CDLL(str(file)))
+                return ctypes.CDLL(str(file))
     except OSError as error:
         raise CompilerError(str(error)) from error
-
-
-class _Data:
-    """A pointer argument: the data of a tensor or an array, an address, or NULL for None."""
-
-    @classmethod
-    def from_param(cls, x: Any) -> ctypes.c_void_p:
-        if isinstance(x, np.ndarray):
-            return ctypes.c_void_p(x.ctypes.data)
-        return ctypes.c_void_p(x if x is None or isinstance(x, int) else x.data_ptr())
-
-
-_TYPES = {"i64": ctypes.c_int64, "int": ctypes.c_int, "float": ctypes.c_float,
-          "uint64_t": ctypes.c_uint64}  # fmt: skip
-
-
-def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    """The library with the argument types of its functions, as the source has them."""
-    source = SOURCE.read_text(encoding="utf-8")
-    for name, arguments in re.findall(r"^void (\w+)\(([^)]*)\) \{", source, re.MULTILINE):
-        given = [one.split() for one in arguments.split(",")]
-        getattr(library, name).argtypes = [
-            _Data if "*" in "".join(one) else _TYPES[one[0]] for one in given
-        ]
-    return library
 
 
 def find_compiler() -> str:

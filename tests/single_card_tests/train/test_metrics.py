@@ -12,6 +12,7 @@ import pytest
 
 from paddle_vl.batch.schema import HostBatch
 from paddle_vl.config.load import load_run_config
+from paddle_vl.families.pi07.objective import with_lengths
 from paddle_vl.families.pi07.prefix import presence_of
 from paddle_vl.families.vlm.training.objective import VLLoss
 from paddle_vl.report.panels import panels_of
@@ -209,15 +210,14 @@ def test_a_report_shows_unequal_ranks(tmp_path):
 def test_a_policys_lengths_are_the_real_tokens_of_its_prefix(tmp_path):
     run_file = write_tiny_policy_run(tmp_path / "run")
     trainer = build_trainer(load_run_config(run_file, []))
-    batch, adapter, model = next(trainer.data), trainer.runner.adapter, trainer.runner.model
+    batch, tokens = next(trainer.data), trainer.runner.model.tokens
     trainer.data.close()
-    lengths = adapter.lengths(batch)
-    real = model.tokens.masks(batch, presence_of(batch), xp=np).pad_masks
-    assert len(lengths) == adapter.num_samples(batch)
-    assert lengths == real.sum(axis=1).tolist()
-    camera_tokens = model.tokens.camera_tokens
+    lengths = batch.lengths
+    real = tokens.masks(batch, presence_of(batch), xp=np).pad_masks
+    assert len(lengths) == batch.num_samples
+    assert [*lengths] == real.sum(axis=1).tolist()
     masks = [batch["vid_masks"][0].copy(), *batch["vid_masks"][1:]]
     assert masks[0][1]
     masks[0][1] = False
-    without = adapter.lengths(batch | {"vid_masks": masks})
-    assert without == [lengths[0], lengths[1] - camera_tokens, *lengths[2:]]
+    without = with_lengths(tokens, batch | {"vid_masks": masks}).lengths
+    assert without == (lengths[0], lengths[1] - tokens.camera_tokens, *lengths[2:])
