@@ -1,4 +1,5 @@
-"""Slices of a batch's token rows for context parallelism, and which of them see a key.
+"""Slices of a batch's token rows for context parallelism, and which of them see a key; indices of a
+shard of the rows.
 
 A slice is a list of rows. Row n of a segment (a packed sample, or a row of the batch) attends to n
 + 1 keys, so equal intervals would not be equal work. Each segment is cut into 2 C chunks, and of C
@@ -13,9 +14,12 @@ Example: two ranks, segments of 8 and 5 rows (and 1 of padding):
 Shapes: T token rows of the batch, Q = T / C of a slice, S segments.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from paddle_vl.batch.rows import WHOLE_BATCH, RowPart
+from paddle_vl.batch.schema import HostBatch, Own
 
 
 def slice_of_rows(offsets_S: np.ndarray, size: int) -> np.ndarray:
@@ -89,3 +93,30 @@ class RowSlice(NamedTuple):
         """Numbers of the shards with these rows, if every slice has `parts` equal ones."""
         places_N = self.places[numbers_N]
         return self.slices[numbers_N] * parts + places_N * parts // len(self.rows)
+
+
+def own_indices(batch: Own, part: RowPart, expert_part: RowPart = WHOLE_BATCH) -> Own:
+    """A batch whose indices are of all token rows, with those of a shard; so are those of a batch
+    within it.
+
+    Args:
+        part: token rows of this rank, for the visual indices.
+        expert_part: token rows that its experts take.
+
+    Raises:
+        ValueError: `part.size` does not divide the token rows.
+    """
+    update_M, gather_M = batch["visual_update_indices"], batch["visual_gather_indices"]
+    start, stop = part.bounds(batch["input_ids"].size)
+    own = slice(*np.searchsorted(update_M, [start, stop]))
+    found: dict[str, Any] = {
+        "visual_update_indices": update_M[own] - start,
+        "visual_gather_indices": gather_M[own],
+    }
+    if "real_row_indices" in batch:
+        rows = expert_part.of_numbers(batch["real_row_indices"], batch["input_ids"].size)
+        found["real_row_indices"] = rows
+    for name, value in batch.items():
+        if isinstance(value, HostBatch):
+            found[name] = own_indices(value, part, expert_part)
+    return batch | found

@@ -10,12 +10,15 @@ Axes, package-wide: B batch, L padded length, T token rows (batch folded in), P 
 items, R real token rows, N token rows with a target, S segments; a number is an axis of that size.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
+
+from paddle_vl.batch.rows import is_known
 
 # A NumPy array from a loader worker; a Paddle tensor once on the device.
 Array = Any
@@ -210,3 +213,105 @@ class VLBatch(HostBatch):
     visual_sections: Any = None
     other_lanes: list[Any] | None = None
     on_host: tuple[str, ...] = (*GRIDS, "cu_seqlens", "visual_rows_of_ranks", OTHER_LANES)
+
+
+def check_array(
+    name: str, array: Array | None, shapes: Sequence[Sequence[Any]], dtype: str, remedy: str
+) -> None:
+    """Raise a ValueError for an array of none of these shapes or of another dtype.
+
+    Args:
+        shapes: a size that is unknown, such as a letter or one of a traced program, fits any.
+        dtype: its name, or `float` or `int` for all such ones.
+    """
+    if array is None:
+        return
+    found = name_of(array.dtype)
+    fits = found == dtype or (dtype in ("float", "int") and dtype in found)
+    if not fits or not any(_fits(array.shape, shape) for shape in shapes):
+        wanted = " or ".join(f"[{', '.join(map(str, shape))}]" for shape in shapes)
+        raise ValueError(
+            f"{name} is {found} of shape {list(array.shape)}: it must be {dtype} of shape "
+            f"{wanted}; {remedy}"
+        )
+
+
+def name_of(dtype: Any) -> str:
+    """A dtype of NumPy or Paddle without the library's name."""
+    return str(dtype).removeprefix("paddle.")
+
+
+def _fits(shape: Sequence[Any], wanted: Sequence[Any]) -> bool:
+    pairs = zip(shape, wanted, strict=False)
+    known = [(one, other) for one, other in pairs if is_known(one) and is_known(other)]
+    return len(shape) == len(wanted) and all(one == other for one, other in known)
+
+
+_num_entered = 0
+
+
+@contextmanager
+def checked_values() -> Iterator[None]:
+    """Check values of tensors too, in all threads, while entered; every check reads the device.
+
+    For tests, and for the first steps with inputs of one's own.
+    """
+    global _num_entered
+    _num_entered += 1
+    try:
+        yield
+    finally:
+        _num_entered -= 1
+
+
+def has_values(array: Array) -> bool:
+    """Whether values may be read: of an array, and in the checked mode of a tensor."""
+    # A traced program has `Value`s.
+    is_tensor = type(array).__name__ == "Tensor"
+    return isinstance(array, np.ndarray) or (is_tensor and _num_entered > 0)
+
+
+def bool_masks(image_mask_BL: Array, video_mask_BL: Array | None) -> tuple[Array, Array | None]:
+    """The masks of image and video tokens as bool; integers must be 0 and 1.
+
+    Raises:
+        ValueError: another dtype or shape, or masks of two shapes; in NumPy arrays, and in the
+            checked mode, also other integers, and tokens of both kinds.
+    """
+    image_BL = _bool_mask("image", image_mask_BL)
+    if video_mask_BL is None:
+        return image_BL, None
+    video_BL = _bool_mask("video", video_mask_BL)
+    for axis in (0, 1):
+        one, other = image_BL.shape[axis], video_BL.shape[axis]
+        if is_known(one) and is_known(other) and one != other:
+            raise ValueError(
+                f"the image mask has shape {list(image_BL.shape)} but the video mask "
+                f"{list(video_BL.shape)}: pass masks of one batch"
+            )
+    if has_values(image_BL):
+        both = np.argwhere(np.asarray(image_BL) & np.asarray(video_BL))
+        if len(both):
+            raise ValueError(
+                f"{len(both)} tokens are of an image and of a video, the first is token "
+                f"{both[0][1]} of sample {both[0][0]}: a token takes one embedding"
+            )
+    return image_BL, video_BL
+
+
+def _bool_mask(kind: str, mask_BL: Array) -> Array:
+    dtype = str(mask_BL.dtype).removeprefix("paddle.")
+    if len(mask_BL.shape) != 2 or not (dtype == "bool" or "int" in dtype):
+        raise ValueError(
+            f"the {kind} mask is {dtype} of shape {list(mask_BL.shape)}: it must be bool of shape "
+            "[batch, length]"
+        )
+    if dtype == "bool":
+        return mask_BL
+    if has_values(mask_BL):
+        values = np.unique(np.asarray(mask_BL))
+        if not np.isin(values, (0, 1)).all():
+            raise ValueError(
+                f"the {kind} mask has the integers {values.tolist()[:8]}: make it bool, or 0 and 1"
+            )
+    return mask_BL.astype("bool")

@@ -29,34 +29,23 @@ are on the device, so a step checks them only in the checked mode:
         model(**batch)  # reads the device for each check
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from paddle_vl.batch.rows import WHOLE_BATCH, Array, RowPart, is_known
-from paddle_vl.batch.schema import GRIDS, HostBatch, Own, VLBatch
+from paddle_vl.batch.rows import Array, RowPart, is_known
+from paddle_vl.batch.schema import (
+    GRIDS,
+    VLBatch,
+    bool_masks,
+    check_array,
+    has_values,
+)
+from paddle_vl.batch.schema import checked_values as checked_values
 
 Layout = Literal["token_rows", "sequence_first", "batch_slices"]
-
-
-_num_entered = 0
-
-
-@contextmanager
-def checked_values() -> Iterator[None]:
-    """Check values of tensors too, in all threads, while entered; every check reads the device.
-
-    For tests, and for the first steps with inputs of one's own.
-    """
-    global _num_entered
-    _num_entered += 1
-    try:
-        yield
-    finally:
-        _num_entered -= 1
 
 
 class VisualIndices(NamedTuple):
@@ -126,10 +115,10 @@ def compute_visual_indices(
     Raises:
         ValueError: unknown layout, or `part.size` does not divide the rows that are cut (B * L;
             L for `batch_slices`) and `part.uneven` is not set; or masks that
-            contradict each other, see `_bool_masks`.
+            contradict each other, see `bool_masks`.
     """
     part = RowPart() if part is None else part
-    image_mask_BL, video_mask_BL = _bool_masks(image_mask_BL, video_mask_BL)
+    image_mask_BL, video_mask_BL = bool_masks(image_mask_BL, video_mask_BL)
     of_batch = nonzero if count is None else partial(nonzero, count=count)
     visual_BL = image_mask_BL if video_mask_BL is None else image_mask_BL | video_mask_BL
     order_BL = _running_count(visual_BL) - 1
@@ -144,59 +133,6 @@ def compute_visual_indices(
         last = max(count - 1, 0)
         gather, source = gather.clip(0, last), None if source is None else source.clip(0, last)
     return VisualIndices(update, gather, source)
-
-
-def _bool_masks(image_mask_BL: Array, video_mask_BL: Array | None) -> tuple[Array, Array | None]:
-    """The masks of image and video tokens as bool; integers must be 0 and 1.
-
-    Raises:
-        ValueError: another dtype or shape, or masks of two shapes; in NumPy arrays, and in the
-            checked mode, also other integers, and tokens of both kinds.
-    """
-    image_BL = _bool_mask("image", image_mask_BL)
-    if video_mask_BL is None:
-        return image_BL, None
-    video_BL = _bool_mask("video", video_mask_BL)
-    for axis in (0, 1):
-        one, other = image_BL.shape[axis], video_BL.shape[axis]
-        if is_known(one) and is_known(other) and one != other:
-            raise ValueError(
-                f"the image mask has shape {list(image_BL.shape)} but the video mask "
-                f"{list(video_BL.shape)}: pass masks of one batch"
-            )
-    if has_values(image_BL):
-        both = np.argwhere(np.asarray(image_BL) & np.asarray(video_BL))
-        if len(both):
-            raise ValueError(
-                f"{len(both)} tokens are of an image and of a video, the first is token "
-                f"{both[0][1]} of sample {both[0][0]}: a token takes one embedding"
-            )
-    return image_BL, video_BL
-
-
-def _bool_mask(kind: str, mask_BL: Array) -> Array:
-    dtype = str(mask_BL.dtype).removeprefix("paddle.")
-    if len(mask_BL.shape) != 2 or not (dtype == "bool" or "int" in dtype):
-        raise ValueError(
-            f"the {kind} mask is {dtype} of shape {list(mask_BL.shape)}: it must be bool of shape "
-            "[batch, length]"
-        )
-    if dtype == "bool":
-        return mask_BL
-    if has_values(mask_BL):
-        values = np.unique(np.asarray(mask_BL))
-        if not np.isin(values, (0, 1)).all():
-            raise ValueError(
-                f"the {kind} mask has the integers {values.tolist()[:8]}: make it bool, or 0 and 1"
-            )
-    return mask_BL.astype("bool")
-
-
-def has_values(array: Array) -> bool:
-    """Whether values may be read: of an array, and in the checked mode of a tensor."""
-    # A traced program has `Value`s.
-    is_tensor = type(array).__name__ == "Tensor"
-    return isinstance(array, np.ndarray) or (is_tensor and _num_entered > 0)
 
 
 def _shard(array_BL: Array, part: RowPart, layout: Layout) -> Array:
@@ -278,33 +214,6 @@ def host_visual_indices(
         "visual_source_indices": indices.source,
     }
     return {name: array for name, array in arrays.items() if array is not None}
-
-
-def own_indices(batch: Own, part: RowPart, expert_part: RowPart = WHOLE_BATCH) -> Own:
-    """A batch whose indices are of all token rows, with those of a shard; so are those of a batch
-    within it.
-
-    Args:
-        part: token rows of this rank, for the visual indices.
-        expert_part: token rows that its experts take.
-
-    Raises:
-        ValueError: `part.size` does not divide the token rows.
-    """
-    update_M, gather_M = batch["visual_update_indices"], batch["visual_gather_indices"]
-    start, stop = part.bounds(batch["input_ids"].size)
-    own = slice(*np.searchsorted(update_M, [start, stop]))
-    found: dict[str, Any] = {
-        "visual_update_indices": update_M[own] - start,
-        "visual_gather_indices": gather_M[own],
-    }
-    if "real_row_indices" in batch:
-        rows = expert_part.of_numbers(batch["real_row_indices"], batch["input_ids"].size)
-        found["real_row_indices"] = rows
-    for name, value in batch.items():
-        if isinstance(value, HostBatch):
-            found[name] = own_indices(value, part, expert_part)
-    return batch | found
 
 
 def check_indices(batch: VLBatch, num_rows: int, token_ids: tuple[int, int], part: RowPart) -> None:
@@ -406,47 +315,3 @@ def check_placeholders(
                 f"visual_{name}_indices are not those of this batch's visual tokens: pass what "
                 "host_visual_indices makes of its input_ids for this rank, or none"
             )
-
-
-def check_level(x_TD: Array, level_MD: Array, update_M: Array) -> None:
-    """Check by shapes and dtypes that a deepstack level fits the hidden states and its places.
-
-    Raises:
-        ValueError: they do not fit each other.
-    """
-    remedy = "take levels and visual_update_indices from one call of GPTEmbedding"
-    check_array("visual_update_indices", update_M, [["M"]], "int64", remedy)
-    check_array("a layer's input", x_TD, [["T", "D"]], "float", "pass token rows")
-    wanted = [update_M.shape[0], x_TD.shape[1]]
-    check_array("a deepstack level", level_MD, [wanted], _name_of(x_TD.dtype), remedy)
-
-
-def check_array(
-    name: str, array: Array | None, shapes: Sequence[Sequence[Any]], dtype: str, remedy: str
-) -> None:
-    """Raise a ValueError for an array of none of these shapes or of another dtype.
-
-    Args:
-        shapes: a size that is unknown, such as a letter or one of a traced program, fits any.
-        dtype: its name, or `float` or `int` for all such ones.
-    """
-    if array is None:
-        return
-    found = _name_of(array.dtype)
-    fits = found == dtype or (dtype in ("float", "int") and dtype in found)
-    if not fits or not any(_fits(array.shape, shape) for shape in shapes):
-        wanted = " or ".join(f"[{', '.join(map(str, shape))}]" for shape in shapes)
-        raise ValueError(
-            f"{name} is {found} of shape {list(array.shape)}: it must be {dtype} of shape "
-            f"{wanted}; {remedy}"
-        )
-
-
-def _name_of(dtype: Any) -> str:
-    return str(dtype).removeprefix("paddle.")
-
-
-def _fits(shape: Sequence[Any], wanted: Sequence[Any]) -> bool:
-    pairs = zip(shape, wanted, strict=False)
-    known = [(one, other) for one, other in pairs if is_known(one) and is_known(other)]
-    return len(shape) == len(wanted) and all(one == other for one, other in known)

@@ -23,8 +23,9 @@ import pytest
 from paddle.base.core import host_memory_stat_current_value
 
 from paddle_vl import Qwen3VLForConditionalGeneration
+from paddle_vl.batch.row_slices import own_indices
 from paddle_vl.batch.schema import VLBatch
-from paddle_vl.batch.visual_index import checked_values, own_indices
+from paddle_vl.batch.visual_index import checked_values
 from paddle_vl.families.vlm.inputs.collate import (
     PackedCollator,
     SourcesCollator,

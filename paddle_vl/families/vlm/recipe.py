@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-from paddle_vl.batch.visual_index import own_indices
+from paddle_vl.batch.row_slices import own_indices
 from paddle_vl.checkpoint.safetensors_io import FileWriter
 from paddle_vl.config.data_sources import has_sources
 from paddle_vl.config.families import EncoderShape, ModelShape

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paddle.static import InputSpec
 
+from paddle_vl.batch.row_slices import own_indices
 from paddle_vl.batch.schema import VLBatch
 from paddle_vl.batch.visual_index import (
     RowPart,
@@ -17,7 +18,6 @@ from paddle_vl.batch.visual_index import (
     checked_values,
     compute_visual_indices,
     host_visual_indices,
-    own_indices,
 )
 from paddle_vl.families.vlm.inputs.preference import PreferenceBatch
 from paddle_vl.nn.transfer import true_positions

@@ -163,7 +163,7 @@ class VLCollator:
         spatial_merge_size: patches per side of a visual token.
         pad_to_multiple_of: divides the padded length.
         num_parts: model-parallel ranks that divide the token rows. Indices are those of the whole
-            batch; `paddle_vl.batch.visual_index.own_indices` takes a rank's.
+            batch; `paddle_vl.batch.row_slices.own_indices` takes a rank's.
         lists_real_rows: whether batches have `real_row_indices`, for a model with experts.
     """
 

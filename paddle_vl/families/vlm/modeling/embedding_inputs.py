@@ -16,13 +16,12 @@ import paddle
 from paddle import Tensor
 
 from paddle_vl.batch.rows import Array, RowPart, is_known
+from paddle_vl.batch.schema import check_array, has_values
 from paddle_vl.batch.visual_index import (
     VisualIndices,
-    check_array,
     check_given,
     check_placeholders,
     compute_visual_indices,
-    has_values,
 )
 from paddle_vl.families.vlm.modeling.layers import GPTEmbedding, decoder_positions, in_order
 from paddle_vl.nn.transfer import true_positions

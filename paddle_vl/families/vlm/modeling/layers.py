@@ -24,8 +24,8 @@ from paddle import Tensor, nn
 from paddle.nn.initializer import Normal
 
 from paddle_vl.batch.positions import PatchRows
-from paddle_vl.batch.schema import VLBatch
-from paddle_vl.batch.visual_index import check_indices, check_level
+from paddle_vl.batch.schema import VLBatch, check_array, name_of
+from paddle_vl.batch.visual_index import check_indices
 from paddle_vl.families.vlm.modeling.config import VLConfig
 from paddle_vl.families.vlm.modeling.moe import LoadBalance, SparseMoE, routed_rows
 from paddle_vl.nn.attention import (
@@ -545,5 +545,9 @@ class DeepstackLayer(nn.Layer):
         Raises:
             ValueError: shapes or dtypes that do not fit each other.
         """
-        check_level(x_TD, level_MD, update_M)
+        remedy = "take levels and visual_update_indices from one call of GPTEmbedding"
+        check_array("visual_update_indices", update_M, [["M"]], "int64", remedy)
+        check_array("a layer's input", x_TD, [["T", "D"]], "float", "pass token rows")
+        wanted = [update_M.shape[0], x_TD.shape[1]]
+        check_array("a deepstack level", level_MD, [wanted], name_of(x_TD.dtype), remedy)
         return paddle.index_add(x_TD, update_M, 0, level_MD)
