@@ -8,7 +8,6 @@ import inspect
 import json
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,13 +29,13 @@ class Trace:
         text: part of every text of the data.
 
     Attributes:
-        first: by file, when a batch entered it first, and its function.
+        first: by file, whether the main thread entered it first, and its function.
         is_on: whether calls are looked at.
     """
 
     def __init__(self, text: str, ends_after: str = ""):
         self.text, self.ends_after = text, ends_after
-        self.first: dict[str, tuple[float, str]] = {}
+        self.first: dict[str, tuple[bool, str]] = {}
         self.is_on = True
 
     @contextmanager
@@ -64,7 +63,8 @@ class Trace:
             for each, code in places.items():
                 # co_qualname needs Python 3.11.
                 name = getattr(code, "co_qualname", code.co_name)
-                self.first.setdefault(str(each), (time.monotonic(), name))
+                is_main = threading.current_thread() is threading.main_thread()
+                self.first.setdefault(str(each), (is_main, name))
 
 
 class TracedLoad:

@@ -152,18 +152,22 @@ def passed_files(run: Path | None = None, text: str = TEXT) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         settings = ["data.num_workers=1", "data.prefetch_batches=1", "logging.progress_bar=false"]
         config = load_run_config(run or write_tiny_run(Path(folder)), settings)
-        trainer = build_trainer(config, writes=False)
-        data, file = trainer.feed._data, Path(folder) / "passed.json"
-        data._load = TracedLoad(data._load, text, file)
-        trace = Trace(text, ends_after="train_step")
+        trace, file = Trace(text, ends_after="train_step"), Path(folder) / "passed.json"
         trace.is_on = False
-        with contextlib.closing(trainer.feed), trace.entered():
-            trainer.train_one_step()
-            trace.is_on = True
-            trainer.train_one_step()
-        found = json.loads(file.read_text(encoding="utf-8")) | trace.first
-        found |= json.loads(file.read_text(encoding="utf-8"))
-    return {name: function for name, (_, function) in found.items()}
+        # The loader's threads start with the trainer.
+        with trace.entered():
+            trainer = build_trainer(config, writes=False)
+            data = trainer.feed._data
+            data._load = TracedLoad(data._load, text, file)
+            with contextlib.closing(trainer.feed):
+                trainer.train_one_step()
+                trace.is_on = True
+                trainer.train_one_step()
+        in_worker = json.loads(file.read_text(encoding="utf-8"))
+    # What other threads bring is there before the main thread takes it.
+    found = sorted(trace.first.items(), key=lambda entry: entry[1][0])
+    ordered = dict(found) | in_worker
+    return {name: ordered[name][1] for name in (in_worker | dict(found))}
 
 
 def path() -> str:

@@ -48,5 +48,5 @@ def take_compiled() -> None:
     set_compiled(False)
     if os.environ.get(compiled.SWITCH) != "0":
         with suppress(compiler.CompilerError):
-            compiled._library = compiled._library or compiler.load_kernels()
+            compiled.load()
             set_compiled(True)

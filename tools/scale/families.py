@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from paddle_vl.batch.row_slices import own_indices
 from paddle_vl.batch.schema import VLBatch
-from paddle_vl.batch.visual_index import own_indices
 from paddle_vl.config.families import family_of_run
 from paddle_vl.families.base import BuiltModel
 from paddle_vl.families.pi07.prefix import presence_of

@@ -58,7 +58,7 @@ def enable() -> bool:
         Whether they may. Why not is logged once: the environment variable `PADDLE_VL_CPU_KERNELS`
         is 0, there is no compiler, or a kernel differs from the plain operation.
     """
-    global _library, _refused
+    global _refused
     if has_compiled():
         return True
     if os.environ.get(SWITCH, "").lower() in _OFF or _refused is not None:
@@ -66,10 +66,7 @@ def enable() -> bool:
     from paddle_vl.nn.cpu import compiler, kernel_check
 
     try:
-        is_new = _library is None
-        if is_new:
-            _library = compiler.load_kernels()
-            _declare(_library, compiler.SOURCE.read_text(encoding="utf-8"))
+        is_new = load()
         set_compiled(True)
         if is_new and (wrong := kernel_check.differences()):
             raise compiler.CompilerError(f"they differ from the plain operations: {wrong}")
@@ -78,6 +75,28 @@ def enable() -> bool:
         _refused = str(error)
         _log.info("compiled CPU kernels are not used: %s", _refused)
         return False
+    return True
+
+
+def load() -> bool:
+    """Compile and load the library, once: whether it was not there yet.
+
+    Raises:
+        CompilerError: see `compiler.load_kernels`.
+    """
+    global _library
+    if _library is not None:
+        return False
+    from paddle_vl.nn.cpu import compiler
+
+    library = compiler.load_kernels()
+    source = compiler.SOURCE.read_text(encoding="utf-8")
+    for name, arguments in re.findall(r"^void (\w+)\(([^)]*)\) \{", source, re.MULTILINE):
+        given = [one.split() for one in arguments.split(",")]
+        getattr(library, name).argtypes = [
+            _Data if "*" in "".join(one) else _TYPES[one[0]] for one in given
+        ]
+    _library = library
     return True
 
 
@@ -103,15 +122,6 @@ class _Data:
 
 _TYPES = {"i64": ctypes.c_int64, "int": ctypes.c_int, "float": ctypes.c_float,
           "uint64_t": ctypes.c_uint64}  # fmt: skip
-
-
-def _declare(library: ctypes.CDLL, source: str) -> None:
-    """Give the functions of the library their argument types, as the source has them."""
-    for name, arguments in re.findall(r"^void (\w+)\(([^)]*)\) \{", source, re.MULTILINE):
-        given = [one.split() for one in arguments.split(",")]
-        getattr(library, name).argtypes = [
-            _Data if "*" in "".join(one) else _TYPES[one[0]] for one in given
-        ]
 
 
 def _size(x: Tensor) -> int:
