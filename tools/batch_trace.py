@@ -30,7 +30,8 @@ class Trace:
 
     Attributes:
         first: by file, whether the main thread entered it first, and its function.
-        is_on: whether calls are looked at.
+        is_on: whether calls of the main thread are looked at; those of others always are, as they
+            bring the batches of later steps.
     """
 
     def __init__(self, text: str, ends_after: str = ""):
@@ -49,7 +50,9 @@ class Trace:
             threading.setprofile(None)
 
     def _watch(self, frame: FrameType, event: str, value: Any) -> None:
-        if event not in ("call", "return") or not self.is_on or _file_of(frame) is None:
+        is_main = threading.current_thread() is threading.main_thread()
+        is_watched = event in ("call", "return") and (self.is_on or not is_main)
+        if not is_watched or _file_of(frame) is None:
             return
         if event == "return" and frame.f_code.co_name == self.ends_after:
             self.is_on = False
@@ -63,7 +66,6 @@ class Trace:
             for each, code in places.items():
                 # co_qualname needs Python 3.11.
                 name = getattr(code, "co_qualname", code.co_name)
-                is_main = threading.current_thread() is threading.main_thread()
                 self.first.setdefault(str(each), (is_main, name))
 
 
