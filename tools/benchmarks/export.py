@@ -121,9 +121,12 @@ def measure(family: str, side: str, work: str, num_threads: int, repeats: int, t
     """Seconds and outputs of one side, in this process."""
     from paddle_vl.compat import configure_cpu_runtime
     from paddle_vl.export import load
+    from paddle_vl.nn.cpu import compiled
 
     configure_cpu_runtime(num_threads)
     if side == DYNAMIC:
+        # As commands run it.
+        compiled.enable()
         model = pi07(Path(work)) if family == "pi07" else qwen3_vl_model(qwen3_vl(Path(work))[0])
     else:
         model = load(Path(work) / "export", RUNTIMES[side])

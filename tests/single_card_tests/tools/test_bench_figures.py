@@ -1,8 +1,8 @@
 """The figures of the benchmarks are times of what they name.
 
-Guarantees: times that `step.py` and `answers.py` report are within a factor of 20 of another
-clock's around the same calls, which a wrong unit, a wrong divisor or two clocks would miss; the
-first answer, which warms up, is not among them.
+Guarantees: times that `step.py`, `answers.py`, `export.py` and `checkpoint.py` report are within a
+factor of 20 of another clock's around the same calls, which a wrong unit, a wrong divisor or two
+clocks would miss; the first answer, which warms up, is not among them.
 """
 
 import json
@@ -10,6 +10,7 @@ import textwrap
 
 import pytest
 
+import harness
 import references
 from tests.support import forked
 
@@ -96,6 +97,40 @@ def test_an_answer_takes_as_long_as_the_clock_says(side, owner, first, further, 
         clocks = {{"first": statistics.median(firsts), "next": statistics.median(furthers)}}
         assert set(found) == {{f"{{w}} of {{n}}" for w in clocks for n in (1, 2)}}
         print(json.dumps({{n: (found[n], clocks[n.split()[0]]) for n in found}}))
+    """
+    check(figures(program, tmp_path))
+
+
+def test_actions_take_as_long_as_the_clock_says(tmp_path):
+    harness.make_data("pi07", tmp_path / "data")
+    program = """
+        import export
+        from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
+
+        spent = watched(PI07LowLevelPolicy, "sample_actions")
+        found = export.measure("pi07", export.DYNAMIC, sys.argv[1], 1, 1, 0)["seconds"]
+        clock = statistics.median(spent)
+        print(json.dumps({case: (each["first"], clock) for case, each in found.items()}))
+    """
+    check(figures(program, tmp_path))
+
+
+def test_a_checkpoint_takes_as_long_as_the_clock_says(tmp_path):
+    program = """
+        import checkpoint as bench
+        from paddle_vl.config.schema import TrainConfig
+
+        bench.WIDTH, config = 512, TrainConfig(output_dir=sys.argv[1], async_save=False)
+        saves, checks = watched(bench.CheckpointWriter, "save"), watched(bench, "damaged_files")
+        training = bench.Training(4, config)
+        training.step()
+        ((times,), folder) = bench.saved(training, config, Path(sys.argv[1]), 1, 1)
+        rates = bench.verification(folder)
+        pairs = {"stall": (times["stall_s"], saves[-1])}
+        for name, clock in zip(("disk", "memory"), checks, strict=True):
+            rate = rates[f"verified_from_{name}_gb_per_s"]
+            pairs[name] = (rates["bytes"] / 1e9 / rate, clock)
+        print(json.dumps(pairs))
     """
     check(figures(program, tmp_path))
 
