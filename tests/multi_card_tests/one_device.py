@@ -266,7 +266,10 @@ _mixed = Family(
     _mixed_of(written.MODEL), (*EVALUATED, BEST),
     micro_batches=4, checks=(best_is_that_of_one_device, answers_differ),
 )  # fmt: skip
-_experts = replace(_mixed, write=_mixed_of(written.EXPERTS))
+_experts = replace(
+    _mixed, write=_mixed_of(written.EXPERTS),
+    checks=(best_is_that_of_one_device, assert_same_answers),
+)  # fmt: skip
 _packed = replace(
     _mixed, settings=(*EVALUATED, BEST, *PACKED, "data.max_length=96"), micro_batches=2,
     # Every rank pads its rows to its own longest row.

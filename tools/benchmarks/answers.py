@@ -16,18 +16,20 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import yaml
 
-import export
 import harness
 import references
 from harness import Result, Round, Table
 
-MODEL, NO_COMPILER, PROGRAMS, ENGINE = "model", "model, no compiler", "programs", "engine"
+MODEL, NO_COMPILER, ENGINE = "model", "model, no compiler", "engine"
+PROGRAMS, ONNX = "programs", "programs in ONNX"
+RUNTIMES: dict[str, Any] = {PROGRAMS: "paddle", ONNX: "onnxruntime"}
 HF = "HF transformers"
-FAMILIES = {"qwen3_vl": (MODEL, NO_COMPILER, PROGRAMS, ENGINE),
+FAMILIES = {"qwen3_vl": (MODEL, NO_COMPILER, ENGINE, *RUNTIMES),
             "qwen3_5": (MODEL, NO_COMPILER, ENGINE)}  # fmt: skip
 
 
@@ -35,8 +37,12 @@ def settings_of(family: str) -> dict[str, Any]:
     return yaml.safe_load((harness.ROOT / f"configs/bench/{family}_step.yaml").read_text("utf-8"))
 
 
-def build(family: str) -> Any:
-    """The model of the configuration, with fresh weights."""
+def build(family: str, values: dict[str, Any] | None = None) -> Any:
+    """The model of the configuration with fresh weights of a fixed seed.
+
+    Args:
+        values: of the configuration; None for the file's, with ids that are written out.
+    """
     import paddle
 
     if family == "qwen3_vl":
@@ -46,24 +52,43 @@ def build(family: str) -> Any:
         from paddle_vl.families.qwen3_5.config import Qwen3_5Config as Config
         from paddle_vl.families.qwen3_5.model import Qwen3_5ForConditionalGeneration as Model
     paddle.seed(0)
-    values = settings_of(family)["model"]["config"] | references.IDS
+    values = values or settings_of(family)["model"]["config"] | references.IDS
     model = Model.from_config(Config.from_dict(values))
     model.eval()
     return model
 
 
-def measure(family: str, side: str, work: str, num_threads: int, tokens: int) -> dict[str, Any]:
+def write_export(family: str, work: str, num_threads: int, with_onnx: bool) -> dict[str, Any]:
+    """Write the folder of the programs, whose processor has ids of its own; returns them."""
+    from paddle_vl.compat import configure_cpu_runtime
+    from paddle_vl.export.qwen3_vl.programs import model_to_export
+    from paddle_vl.export.writing import export_model
+    from paddle_vl.families.vlm.inputs.processor import VLProcessor
+
+    configure_cpu_runtime(num_threads)
+    processor = VLProcessor.from_pretrained(Path(work) / "data" / "processor")
+    ids = {name: getattr(processor, name) for name in references.IDS}
+    model = build(family, settings_of(family)["model"]["config"] | ids)
+    to_export = model_to_export(model, processor.save_pretrained)
+    export_model(to_export, Path("bench"), Path(work) / "export", onnx=with_onnx)
+    return ids
+
+
+def measure(
+    family: str, side: str, work: str, num_threads: int, tokens: int, ids: dict[str, int]
+) -> dict[str, Any]:
     """Times of one side, in this process."""
     from paddle_vl.compat import configure_cpu_runtime
     from paddle_vl.export import load
     from paddle_vl.nn.cpu import compiled
 
     configure_cpu_runtime(num_threads)
-    is_compiled = side not in (NO_COMPILER, PROGRAMS) and compiled.enable()
-    settings = settings_of(family)
-    if side == PROGRAMS:
-        # With the ids of the exported processor, in the same places.
-        model, config = load(Path(work) / "export"), export.qwen3_vl(Path(work))[0]
+    is_compiled = side in (MODEL, ENGINE) and compiled.enable()
+    settings, given = settings_of(family), settings_of(family)["model"]["config"]
+    if side in RUNTIMES:
+        model = load(Path(work) / "export", RUNTIMES[side])
+        vision = SimpleNamespace(**given["vision_config"])
+        config = SimpleNamespace(vision_config=vision, **ids)
     else:
         model = build(family)
         config = model.config
@@ -143,18 +168,19 @@ def engine_seconds(model: Any, samples: dict[int, Any], tokens: int) -> dict[str
 
 def compare(options: argparse.Namespace, work: Path) -> Result:
     """Results of all rounds, by side."""
-    family, sides = options.family, list(FAMILIES[options.family])
+    family, ids = options.family, {}
+    sides = [side for side in FAMILIES[family] if side != ONNX or not options.no_onnx]
     if PROGRAMS in sides:
         harness.make_data(family, work / "data")
-        given = {"work": work, "num_threads": options.threads, "with_onnx": False}
-        harness.launch(export.write_export, work / "run", family=family, **given)
+        given = {"work": work, "num_threads": options.threads, "with_onnx": ONNX in sides}
+        (ids,) = harness.launch(write_export, work / "run", family=family, **given)
 
     def times(side: str) -> dict[str, Any]:
         if side == HF:
             config = harness.ROOT / f"configs/bench/{family}_step.yaml"
             inputs = (config, 1, options.threads, "--tokens", options.tokens)
             return harness.reference(options.against, "hf", *inputs)
-        given = {"family": family, "side": side, "work": work, "tokens": options.tokens}
+        given = {"family": family, "side": side, "work": work, "tokens": options.tokens, "ids": ids}
         given |= {"threads": options.threads, "num_threads": options.threads}
         return harness.launch(measure, work / "run", **given)[0]
 
@@ -191,5 +217,6 @@ if __name__ == "__main__":
     harness.add_count(made, "tokens", 16, "tokens of an answer")
     harness.add_count(made, "rounds", 3, "runs of each side")
     harness.add_count(made, "threads", 1, "threads of a process")
+    made.add_argument("--no-onnx", action="store_true", help="leave onnxruntime out")
     made.add_argument("--against", metavar="PYTHON", help="interpreter with torch, transformers")
     sys.exit(harness.run(made, compare))

@@ -93,7 +93,7 @@ def test_an_answer_takes_as_long_as_the_clock_says(side, owner, first, further, 
         module, name = "{owner}".split(":")
         owner = getattr(import_module("paddle_vl." + module), name)
         firsts, furthers = watched(owner, "{first}"), watched(owner, "{further}")
-        found = answers.measure("qwen3_vl", answers.{side}, "", 1, 4)["seconds"]
+        found = answers.measure("qwen3_vl", answers.{side}, "", 1, 4, {{}})["seconds"]
         clocks = {{"first": statistics.median(firsts), "next": statistics.median(furthers)}}
         assert set(found) == {{f"{{w}} of {{n}}" for w in clocks for n in (1, 2)}}
         print(json.dumps({{n: (found[n], clocks[n.split()[0]]) for n in found}}))
@@ -108,9 +108,9 @@ def test_actions_take_as_long_as_the_clock_says(tmp_path):
         from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
 
         spent = watched(PI07LowLevelPolicy, "sample_actions")
-        found = export.measure("pi07", export.DYNAMIC, sys.argv[1], 1, 1, 0)["seconds"]
+        found = export.measure(export.DYNAMIC, sys.argv[1], 1, 1)["seconds"]
         clock = statistics.median(spent)
-        print(json.dumps({case: (each["first"], clock) for case, each in found.items()}))
+        print(json.dumps({case: (each, clock) for case, each in found.items()}))
     """
     check(figures(program, tmp_path))
 
