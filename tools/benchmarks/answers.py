@@ -52,8 +52,8 @@ def build(family: str, values: dict[str, Any] | None = None) -> Any:
         from paddle_vl.families.qwen3_5.config import Qwen3_5Config as Config
         from paddle_vl.families.qwen3_5.model import Qwen3_5ForConditionalGeneration as Model
     paddle.seed(0)
-    values = values or settings_of(family)["model"]["config"] | references.IDS
-    model = Model.from_config(Config.from_dict(values))
+    given: dict[str, Any] = values or settings_of(family)["model"]["config"] | references.IDS
+    model = Model.from_config(Config.from_dict(given))
     model.eval()
     return model
 
