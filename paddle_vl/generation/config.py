@@ -167,7 +167,7 @@ class GenerationConfig(SavedConfig):
         """
         names = [each.name for each in fields(self)]
         given = without_foreign(settings, _FOREIGN, "generation")
-        for name in given.keys() - {*names}:
+        for name in [name for name in given if name not in names]:
             near = difflib.get_close_matches(name, names, 1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
             raise ValueError(f"{name} is not a generation setting; {hint}")

@@ -270,7 +270,7 @@ def check_message_keys(message: Mapping[str, Any], role: str, where: str) -> Non
     """
     known = ("role", "content", *TARGET_KEYS, *_KEYS_OF_ROLE.get(role, ()))
     for other, keys in _KEYS_OF_ROLE.items():
-        for key in {*keys} - {*known, *_REFUSED_OF_MESSAGE}:
+        for key in [key for key in keys if key not in {*known, *_REFUSED_OF_MESSAGE}]:
             if not is_empty(message.get(key)):
                 reason = f"{where} has {key!r}, which only a message of role {other!r} can have"
                 raise BadSampleError("unknown_key", f"{reason}: move or remove it")

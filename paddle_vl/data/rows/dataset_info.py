@@ -174,7 +174,7 @@ class DatasetInfo:
         entry = self.entries[name]
         if not isinstance(entry, _Swift):
             keys = entry.keys() if isinstance(entry, Mapping) else set()
-            for key in _REFUSED.keys() & keys:
+            for key in [key for key in _REFUSED if key in keys]:
                 raise ValueError(f"{where} has {key}: {_REFUSED[key]}")
             kind = _Version1 if "path" in keys else _LlamaFactory
             entry = _checked(kind, entry, where)

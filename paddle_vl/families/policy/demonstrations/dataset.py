@@ -124,7 +124,7 @@ class DemonstrationsDataset(LineIndex, DemonstrationSource):
         given, group = self._moment(number)
         given["dataset_index"] = group
         with sample_at(self.place(number)):
-            for camera in given.keys() & {*self.shapes.cameras}:
+            for camera in [name for name in self.shapes.cameras if name in given]:
                 paths = given[camera] if with_history else given[camera][-1:]
                 given[camera] = np.stack([self._image(camera, path) for path in paths])
             for goal in _goals(given, self.shapes):
