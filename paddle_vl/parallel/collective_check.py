@@ -15,7 +15,6 @@ The check issues no collectives and costs one request to the store per collectiv
 between pipeline stages are recorded but not checked.
 """
 
-import itertools
 import math
 import os
 from collections import Counter, defaultdict
@@ -34,21 +33,21 @@ from paddle_vl.parallel.store.rendezvous import meet
 
 VARIABLE = "PADDLE_VL_CHECK_COLLECTIVES"
 
-_num_checks = itertools.count()
+_num_checks = 0
 _check_of_run: list = []
 
 
 @contextmanager
 def check_collectives(timeout: float = 60.0) -> Iterator[Recording]:
-    """Record and compare collectives inside the block, which all ranks enter.
+    """Record and compare collectives inside the block; all ranks enter and leave it together.
 
     Args:
-        timeout: seconds to wait for a rank at a collective.
+        timeout: seconds to wait for a rank at a collective, and at the end of the block.
 
     Raises:
-        RuntimeError: on every rank that starts a collective: ranks of its group started different
-            ones, or one of them has ended or does not come. The message has each rank's collective,
-            its place in the program and its phase.
+        RuntimeError: on every rank that starts a collective or leaves: ranks of a group started
+            different collectives, or one of them has ended or does not come. The message has each
+            rank's collective, its place in the program and its phase.
     """
     check = _Check(timeout)
     with observed(lambda call: check.recording.calls.append(check.meet(call))):
@@ -59,6 +58,7 @@ def check_collectives(timeout: float = 60.0) -> Iterator[Recording]:
             if check.problem is None or check.problem is error:
                 raise
             raise check.problem from error
+    check.leave()
 
 
 def check_run_if_asked() -> None:
@@ -89,24 +89,34 @@ class _Check:
     """One rank's check, with its recording."""
 
     def __init__(self, timeout: float):
+        global _num_checks
+        _num_checks += 1
         self.recording = Recording()
         self.problem: RuntimeError | None = None
         meet()
         (self._store,) = of_this_process
-        self._name, self._timeout = next(_num_checks), timeout
+        self._name, self._timeout = _num_checks, timeout
         self._numbers: Counter[Sequence[int]] = Counter()
 
     def meet(self, call: Collective) -> Collective:
         """Compare a collective with the other ranks'; returns it with its phase."""
         phase = self.recording.phase or ("backward" if is_in_backward() else "")
         call = call._replace(phase=phase)
-        if call.is_message:
-            return call
-        self._numbers[call.ranks] += 1
-        here = f"collective {self._numbers[call.ranks]} of ranks {list(call.ranks)}"
-        shown = f"{call.describe()}, called from {caller()}"
-        value = [repr(call.agreed), shown, here]
-        answer = self._store.meet(f"{self._name} {here}", call.ranks, value, self._timeout)
+        if not call.is_message:
+            self._numbers[call.ranks] += 1
+            here = f"collective {self._numbers[call.ranks]} of ranks {list(call.ranks)}"
+            shown = f"{call.describe()}, called from {caller()}"
+            self._compare(here, call.ranks, repr(call.agreed), shown)
+        return call
+
+    def leave(self) -> None:
+        """Leave the checked section, when all ranks have come to its end."""
+        end = "end of the checked section"
+        self._compare(end, range(self._store.num_ranks), end, "leaves")
+
+    def _compare(self, here: str, ranks: Sequence[int], agreed: str, shown: str) -> None:
+        name, value = f"{self._name} {here}", [agreed, shown, here]
+        answer = self._store.meet(name, list(ranks), value, self._timeout)
         # Different plans, each with its ranks.
         alike, plans = defaultdict(list), dict(answer["values"])
         for rank, (plan, _, _) in sorted(plans.items()):
@@ -114,7 +124,7 @@ class _Check:
         told = "; ".join(f"{ranks_text(of)} {plans[of[0]][1]}" for of in alike.values())
         if missing := answer["missing"]:
             failed = [rank for rank, _ in answer["failed"]]
-            gone = [rank for rank in [*answer["ended"], *failed] if rank in call.ranks]
+            gone = [rank for rank in [*answer["ended"], *failed] if rank in ranks]
             rank, has = missing[0], f"has not come within {self._timeout:g} s"
             if gone:
                 rank, has = gone[0], "has ended"
@@ -123,7 +133,6 @@ class _Check:
             self._raise(f"{here}: {told}; rank {rank} {has}; {before}")
         if len(alike) > 1:
             self._raise(f"{here}: the ranks are about to do different things: {told}")
-        return call
 
     def _raise(self, problem: str) -> None:
         self.problem = RuntimeError(problem)

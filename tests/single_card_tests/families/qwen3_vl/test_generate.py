@@ -107,9 +107,9 @@ def test_kept_caches_give_the_scores_of_whole_prompts(build, chunk):
         # Two of the answer's tokens run; the last is in no cache.
         assert sum(rows) == num_rows + 2
         model.generate(ids, on_logits=found.append, **given)
-        # Sums are added in other orders: each is off by roundings of the largest one.
-        wanted = np.array(found[3:])
-        np.testing.assert_allclose(found[:3], wanted, rtol=1e-4, atol=1e-6 * np.abs(wanted).max())
+        # Logits up to 2: a state that is passed on adds its sums in another order than a whole one.
+        atol = 1e-6 if build is not tiny_qwen3_5 else 2e-6
+        np.testing.assert_allclose(found[:3], found[3:], rtol=1e-4, atol=atol)
         return np.concatenate([ids, tokens], axis=1)
 
     ask, more, word = token_rows([1, ("image", 4), 2]), token_rows([5, ("image", 2), 3]), [[7]]
