@@ -202,7 +202,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest | None":
-        """The manifest of a folder; None if it has none, as of published models.
+        """The manifest of a folder; None if it has none, as in checkpoints of earlier versions.
 
         Raises:
             RuntimeError: the file is damaged.

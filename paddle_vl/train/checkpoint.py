@@ -156,8 +156,7 @@ class TrainerState:
     owes_evaluation: bool = False
     tokens: Count | None = None
     sources: dict[str, Any] | None = None
-    # Written until every checkpoint had a manifest.
-    has_manifest: bool = True
+    has_manifest: bool = False
     reference: str | None = None
     best: dict[str, Any] | None = None
 
@@ -168,9 +167,7 @@ class TrainerState:
             RuntimeError: the file is missing or damaged.
             ValueError: it has other keys or values.
         """
-        file = folder / STATE_FILE
-        found = read_json_object(file, "a trainer state", "resume from another one")
-        state = read_section(cls, found, "top level")
+        state = read_section(cls, load_state(folder), "top level")
         match = _NAME.fullmatch(folder.name)
         if match and int(match.group(1)) != state.step:
             raise ValueError(f"step is {state.step}, and the folder is {folder.name}")
@@ -178,8 +175,18 @@ class TrainerState:
 
 
 def save_state(folder: Path, state: dict[str, Any]) -> None:
-    """Write trainer_state.json."""
-    write_text(folder / STATE_FILE, json.dumps(state, allow_nan=False) + "\n")
+    """Write trainer_state.json; `has_manifest` says that the checkpoint must have a manifest."""
+    text = json.dumps(state | {"has_manifest": True}, indent=None, allow_nan=False) + "\n"
+    write_text(folder / STATE_FILE, text)
+
+
+def load_state(folder: Path) -> dict[str, Any]:
+    """Read trainer_state.json.
+
+    Raises:
+        RuntimeError: the file is missing or damaged.
+    """
+    return read_json_object(folder / STATE_FILE, "a trainer state", "resume from another one")
 
 
 def flush_to_disk(path: Path) -> None:

@@ -8,8 +8,9 @@ import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from paddle_vl.checkpoint.adapter_files import TENSOR_FILE
 from paddle_vl.checkpoint.manifest import (
     MANIFEST_FILE,
     FileSum,
@@ -19,32 +20,49 @@ from paddle_vl.checkpoint.manifest import (
     listed_weights,
     shared_out,
 )
+from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers, read_header
 from paddle_vl.config.families import model_values
 from paddle_vl.config.load import flatten, load_run_config
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
-from paddle_vl.train.checkpoint import checkpoint_folders, complete_checkpoints, missing_files
+from paddle_vl.train.checkpoint import (
+    OPTIMIZER_STEM,
+    checkpoint_folders,
+    complete_checkpoints,
+    load_state,
+    missing_files,
+)
 
 logger = logging.getLogger(__name__)
 # Settings that do not affect the training.
 _NOT_COMPARED = ("train.output_dir", "train.resume_from_checkpoint")
 
 
-def examine(checkpoint: Path, checksums: bool = True, ranks: SingleRank = ONE_RANK) -> list[str]:
-    """Why a checkpoint cannot be resumed from; empty if it can. Called by all ranks, which get the
-    same answer.
+class Verdict(NamedTuple):
+    """Result of verifying a checkpoint.
+
+    Attributes:
+        problems: why it cannot be resumed from; empty if it can.
+        has_manifest: False for checkpoints of earlier versions, which cannot be compared.
+    """
+
+    problems: tuple[str, ...]
+    has_manifest: bool
+
+
+def examine(checkpoint: Path, checksums: bool = True, ranks: SingleRank = ONE_RANK) -> Verdict:
+    """Verify a checkpoint. Called by all ranks, which get the same verdict.
 
     Args:
         checksums: read all files; otherwise only presence and sizes are checked.
     """
-    begin, files = time.perf_counter(), {}
+    begin, manifest, files, problems = time.perf_counter(), None, {}, []
     try:
-        if missing := missing_files(checkpoint):
-            problems = [f"it has no {', '.join(missing)}"]
-        elif (manifest := Manifest.read(checkpoint)) is None:
-            problems = [f"{MANIFEST_FILE} is missing"]
+        manifest = Manifest.read(checkpoint)
+        files = {} if manifest is None else manifest.files
+        if (misfit := _misfit(checkpoint, manifest)) is not None:
+            problems = [misfit]
         else:
-            files = manifest.files
             problems = _damage_of_share(checkpoint, files, checksums, ranks)
     except (RuntimeError, OSError, ValueError) as error:
         problems = [str(error)]
@@ -53,7 +71,7 @@ def examine(checkpoint: Path, checksums: bool = True, ranks: SingleRank = ONE_RA
         size = sum(file.size for file in files.values())
         seconds = time.perf_counter() - begin
         logger.info("%s is verified: %.2f GB in %.1f s", checkpoint.name, size / 1e9, seconds)
-    return problems
+    return Verdict(tuple(problems), has_manifest=manifest is not None)
 
 
 def check_pretrained(folder: Path, checksums: bool = True, ranks: SingleRank = ONE_RANK) -> None:
@@ -83,6 +101,28 @@ def _of_all(problems: list[str], ranks: SingleRank) -> list[str]:
     """The problems that any rank has found, the same list on every rank."""
     found = ranks.gathered(problems)
     return list(dict.fromkeys(problem for of_rank in found for problem in of_rank))
+
+
+def _misfit(checkpoint: Path, manifest: Manifest | None) -> str | None:
+    """What is missing without which it cannot be resumed from; None if nothing is.
+
+    Raises:
+        RuntimeError: damage of a checkpoint of an earlier version, which has no manifest:
+            unreadable JSON or truncated tensors.
+    """
+    if missing := missing_files(checkpoint):
+        return f"it has no {', '.join(missing)}"
+    if manifest is not None:
+        return None
+    state = load_state(checkpoint)
+    if state.get("has_manifest"):
+        return f"{MANIFEST_FILE} is missing"
+    read_checkpoint_headers(checkpoint, OPTIMIZER_STEM)
+    if (checkpoint / TENSOR_FILE).is_file():
+        read_header(checkpoint / TENSOR_FILE)
+    else:
+        read_checkpoint_headers(checkpoint)
+    return None
 
 
 def checkpoint_to_resume(config: RunConfig, ranks: SingleRank = ONE_RANK) -> Path | None:
@@ -116,12 +156,22 @@ def checkpoint_to_resume(config: RunConfig, ranks: SingleRank = ONE_RANK) -> Pat
             f"holds {', '.join(existing)}, which this run would contradict: delete or move them, "
             "or choose another train.output_dir"
         )
-    if problems := examine(checkpoint, config.train.verify_checkpoint, ranks):
+    verdict = examine(checkpoint, config.train.verify_checkpoint, ranks)
+    if verdict.problems:
         raise RuntimeError(
-            f"train.resume_from_checkpoint {checkpoint} is damaged: {'; '.join(problems)}. "
+            f"train.resume_from_checkpoint {checkpoint} is damaged: {'; '.join(verdict.problems)}. "
             "Name another one, or restore it from a copy"
         )
+    _tell(ranks, [], checkpoint, verdict)
     return checkpoint
+
+
+def _tell(ranks: SingleRank, warnings: list[str], checkpoint: Path, verdict: Verdict) -> None:
+    if not verdict.has_manifest:
+        unverified = "is not verified: it has no manifest.json, as checkpoints of earlier versions"
+        warnings = [*warnings, f"{checkpoint} {unverified}"]
+    for text in warnings if ranks.is_main else ():
+        logger.warning("%s", text)
 
 
 def _newest_usable(output_dir: Path, checksums: bool, ranks: SingleRank) -> Path | None:
@@ -130,12 +180,12 @@ def _newest_usable(output_dir: Path, checksums: bool, ranks: SingleRank) -> Path
     names = ranks.gathered([path.name for _, path in checkpoint_folders(output_dir)])[0]
     passed_over: list[str] = []
     for name in reversed(names):
-        problems = examine(output_dir / name, checksums, ranks)
-        if not problems:
-            for text in passed_over if ranks.is_main else ():
-                logger.warning("passed over %s", text)
+        verdict = examine(output_dir / name, checksums, ranks)
+        if not verdict.problems:
+            told = [f"passed over {text}" for text in passed_over]
+            _tell(ranks, told, output_dir / name, verdict)
             return output_dir / name
-        passed_over.append(f"{name}: {'; '.join(problems)}")
+        passed_over.append(f"{name}: {'; '.join(verdict.problems)}")
     if passed_over:
         raise RuntimeError(
             f"train.resume_from_checkpoint is auto, but none of the checkpoints in {output_dir} "

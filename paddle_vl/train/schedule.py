@@ -8,6 +8,7 @@ get_wsd_schedule of HF transformers; CosineDecayWithWarmupSchedulerConfig of LeR
 import math
 import random
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import paddle
@@ -41,6 +42,20 @@ class RunLength:
             return step, self.steps
         assert self.tokens is not None
         return tokens, self.tokens
+
+
+def restored_tokens(tokens: int | None, length: RunLength, checkpoint: Path) -> int:
+    """Tokens that the run of a checkpoint has trained on; 0 if the checkpoint does not say so.
+
+    Raises:
+        ValueError: it does not, and the run's length is in tokens.
+    """
+    if tokens is None and length.tokens is not None:
+        raise ValueError(
+            f"train.max_tokens is set, and {checkpoint}, of an earlier version, does not say how "
+            "many tokens it has trained on: set train.max_steps in its place"
+        )
+    return tokens or 0
 
 
 # Of the average with `schedule: warmup`, as in LeRobot.

@@ -46,6 +46,7 @@ from paddle_vl.train.schedule import (
     RunLength,
     average_decay,
     learning_rate,
+    restored_tokens,
     seed_step,
 )
 from paddle_vl.train.step import Runner, StepOutcome, agree_on_step, leave_step, train_step
@@ -151,12 +152,7 @@ class Trainer:
                 "in model.pretrained or preference.ref_model)"
             )
         self.step = self._last_saved = state.step
-        if state.tokens is None and self.length.tokens is not None:
-            raise ValueError(
-                "it does not say how many tokens it has trained on, which train.max_tokens "
-                "counts: set train.max_steps in its place"
-            )
-        self.tokens = state.tokens or 0
+        self.tokens = restored_tokens(state.tokens, self.length, folder)
         self.sources.load_state_dict(state.sources)
         self.meter.load_state_dict(state.meter)
         batches = self.step * self.config.train.gradient_accumulation_steps

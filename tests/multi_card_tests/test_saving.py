@@ -104,7 +104,7 @@ class Checks:
         assert sorted(contents(folder)) == sorted(
             [*(name for name in files if "/" not in name), "manifest.json"]
         )
-        assert not examine(folder, True, self.ranks)
+        assert not examine(folder, True, self.ranks).problems
 
     def without_a_thread(self) -> None:
         one, other = self.save("beside"), self.save("plain", async_save=False)
@@ -162,7 +162,7 @@ class Checks:
         if self.ranks.is_main:
             file.write_bytes(file.read_bytes()[:-4] + b"\0\0\0\0")
         self.ranks.wait()
-        (problem,) = examine(folder, True, self.ranks)
+        (problem,) = examine(folder, True, self.ranks).problems
         assert problem.startswith(file.name)
         assert len(set(self.ranks.gathered(problem))) == 1
 

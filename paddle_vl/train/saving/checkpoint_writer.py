@@ -236,7 +236,8 @@ class CheckpointWriter:
                 shutil.rmtree(set_aside(path))
                 continue
             if path.name not in self._good:
-                if examine(path, self._verifies):
+                verdict = examine(path, self._verifies)
+                if verdict.problems or not verdict.has_manifest:
                     continue
                 self._good.add(path.name)
             num_kept += 1

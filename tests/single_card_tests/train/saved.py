@@ -124,3 +124,11 @@ def flip(path: Path, place: int = -1) -> None:
     data = bytearray(path.read_bytes())
     data[place] ^= 1
     path.write_bytes(data)
+
+
+def without_manifest(folder: Path) -> Path:
+    """The checkpoint as an earlier version wrote it."""
+    (folder / "manifest.json").unlink()
+    step = int(folder.name.rpartition("-")[2])
+    (folder / "trainer_state.json").write_text(f'{{"step": {step}}}')
+    return folder

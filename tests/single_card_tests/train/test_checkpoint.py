@@ -27,6 +27,7 @@ from tests.single_card_tests.train.saved import (
     on_ranks,
     save_checkpoint,
     settings,
+    without_manifest,
 )
 
 
@@ -177,7 +178,7 @@ def test_a_kill_while_one_is_replaced_costs_nothing(tmp_path, monkeypatch, numbe
     assert len(renamed) == number
     checkpoints.finish_saves(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
-    assert not examine(older)
+    assert not examine(older).problems
     assert (older / "old").exists() == (number == 0)
 
 
@@ -228,7 +229,7 @@ def test_auto_passes_over_every_damage_and_says_what_it_is(tmp_path, caplog, kin
 def test_a_manifest_that_is_none_is_damage(tmp_path, text):
     folder = save_checkpoint(tmp_path, 2)
     (folder / "manifest.json").write_bytes(text.encode("utf-8", "surrogateescape"))
-    (problem,) = examine(folder)
+    (problem,) = examine(folder).problems
     assert "manifest.json is damaged" in problem
 
 
@@ -253,7 +254,7 @@ def test_a_manifest_names_files_of_its_folder_only(tmp_path, name):
 def test_a_manifest_with_a_name_that_no_file_has_is_damage(tmp_path, name):
     entry = {name: {"size": 1, "xxh3_128": "0"}}
     folder = edited(save_checkpoint(tmp_path, 2), lambda values: values["files"].update(entry))
-    (problem,) = examine(folder)
+    (problem,) = examine(folder).problems
     assert "has a name that no file can have" in problem
     with pytest.raises(RuntimeError, match="manifest.json is damaged"):
         check_weights(folder)
@@ -279,6 +280,14 @@ def test_without_verification_sizes_still_count(tmp_path):
     assert checkpoint_to_resume(resuming(tmp_path, verify_checkpoint=False)) == good
 
 
+def test_a_checkpoint_of_an_earlier_version_is_used_and_said_to_be_unverified(tmp_path, caplog):
+    older, newer = (without_manifest(save_checkpoint(tmp_path, step)) for step in (2, 4))
+    assert checkpoint_to_resume(resuming(tmp_path)) == newer
+    assert "checkpoint-4 is not verified: it has no manifest.json" in caplog.text
+    DAMAGE["truncated"](newer / "optimizer.safetensors")
+    assert checkpoint_to_resume(resuming(tmp_path)) == older
+
+
 def test_ranks_share_the_reading_and_come_to_one_verdict(tmp_path, monkeypatch):
     folder = save_checkpoint(tmp_path, 2)
     flip(folder / "optimizer.safetensors")
@@ -293,7 +302,7 @@ def test_ranks_share_the_reading_and_come_to_one_verdict(tmp_path, monkeypatch):
 
     verdicts = on_ranks(3, lambda processes: examine(folder, True, processes))
     assert verdicts[0] == verdicts[1] == verdicts[2]
-    assert "optimizer.safetensors does not have the checksum" in verdicts[0][0]
+    assert "optimizer.safetensors does not have the checksum" in verdicts[0].problems[0]
     assert sorted(name for names in read for name in names) == sorted(Manifest.read(folder).files)
     assert all(read)
 
@@ -311,7 +320,7 @@ def test_a_file_of_pieces_is_verified_piece_by_piece_on_all_ranks(tmp_path, monk
     flip(folder / "model.safetensors")
     found = [manifest.damaged_files(folder, share) for share in shares]
     assert sum(map(len, found)) == 1
-    (problem,) = examine(folder)
+    (problem,) = examine(folder).problems
     assert problem.startswith("model.safetensors does not have the checksum")
     edited(folder, lambda values: values["files"]["model.safetensors"]["pieces"].pop(1))
     with pytest.raises(RuntimeError, match="of model.safetensors bytes 16 to 32 are of no piece"):
@@ -323,7 +332,7 @@ def test_manifests_of_before_are_read_and_later_ones_refused(tmp_path, number, i
     folder = edited(save_checkpoint(tmp_path, 2), lambda values: values.update(format=number))
     # Other files in the folder do not matter.
     (folder / "README.md").write_text("a model card")
-    problems = examine(folder)
+    problems = examine(folder).problems
     assert not problems if is_read else "format 3" in problems[0]
 
 
