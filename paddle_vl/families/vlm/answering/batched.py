@@ -19,8 +19,8 @@ from paddle import Tensor
 
 from paddle_vl.batch.positions import checked_grid
 from paddle_vl.families.vlm.answering.generate import EmbeddedPrompts, step_logits
+from paddle_vl.families.vlm.answering.row_adapters import RowAdapters
 from paddle_vl.families.vlm.modeling.layers import VisionFeatures, decoder_positions
-from paddle_vl.families.vlm.training.row_adapters import RowAdapters
 from paddle_vl.nn.attention import PagedKeys, RotaryTables
 from paddle_vl.nn.transfer import device_tensor
 
