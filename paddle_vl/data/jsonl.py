@@ -87,6 +87,19 @@ class FileContent(NamedTuple):
     media: str
 
 
+class FileLines(NamedTuple):
+    """What reading a data file found.
+
+    Attributes:
+        places_N2: byte offset and line number of each usable line; `[N, 2]` int64.
+        bad: errors of the others.
+    """
+
+    places_N2: np.ndarray
+    content: FileContent
+    bad: Sequence[BadSampleError] = ()
+
+
 class LineIndex:
     """Base of datasets whose samples are the usable lines of files, numbered in file order.
 
@@ -129,36 +142,9 @@ class LineIndex:
             raise ValueError("no data file given: name at least one JSONL file")
         self.files = list(files)
         self._max_line_bytes = max_line_bytes
-        index = array("q")
-        bad: list[BadSampleError] = []
-        self.contents: list[FileContent] = []
-        for file_number, path in enumerate(self.files):
-            if is_container(path):
-                raise ValueError(
-                    f"data file {path} is no JSONL file, which is needed here: write one JSON "
-                    "object per line (only data.train and data.eval of Qwen3-VL read other files)"
-                )
-            lines = 0
-            line_hash, media_hash = xxh3_64(), xxh3_64()
-            for line_number, offset, line in bounded_lines(path, max_line_bytes):
-                lines += 1
-                is_checked = most_checked is None or lines <= most_checked
-                try:
-                    with sample_at(f"{path}:{line_number}"):
-                        check_length(line, max_line_bytes)
-                        sizes = [*check(line, file_number)] if is_checked else ()
-                except BadSampleError as error:
-                    # A copy without traceback, which would keep the line in memory.
-                    bad.append(BadSampleError(error.kind, error.reason, error.place))
-                    continue
-                index.extend((file_number, offset, line_number))
-                line_hash.update(line)
-                if is_checked:
-                    media_hash.update(np.array(sizes, dtype="<i8").tobytes())
-            if not lines:
-                raise ValueError(f"data file {path} is empty: one JSON object per line is needed")
-            media = media_hash.hexdigest() if most_checked is None or lines <= most_checked else ""
-            self.contents.append(FileContent(str(path), line_hash.hexdigest(), media))
+        found = [self._read_file(number, check, most_checked) for number in range(len(files))]
+        self.contents: list[FileContent] = [one.content for one in found]
+        bad = [error for one in found for error in one.bad]
         if bad and on_bad_sample == "fail":
             first, more = bad[0], ""
             if len(bad) > 1:
@@ -168,11 +154,45 @@ class LineIndex:
                 )
             raise BadSampleError(first.kind, first.reason + more, first.place)
         self.skipped = Counter(error.kind for error in bad)
-        if not index:
+        places = [np.insert(one.places_N2, 0, number, axis=1) for number, one in enumerate(found)]
+        self.positions_N3 = np.concatenate(places)
+        if not len(self.positions_N3):
             raise ValueError(
                 f"all {len(bad)} samples are bad: {dict(self.skipped)}; the first is {bad[0]}"
             )
-        self.positions_N3 = np.array(index, dtype=np.int64).reshape([-1, 3])
+
+    def _read_file(
+        self, number: int, check: Callable[[bytes, int], Iterable[int]], most_checked: int | None
+    ) -> FileLines:
+        """Read a file and check its lines; arguments and errors as those of opening."""
+        path, places, bad, lines = self.files[number], array("q"), [], 0
+        if is_container(path):
+            raise ValueError(
+                f"data file {path} is no JSONL file, which is needed here: write one JSON "
+                "object per line (only data.train and data.eval of Qwen3-VL read other files)"
+            )
+        line_hash, media_hash = xxh3_64(), xxh3_64()
+        for line_number, offset, line in bounded_lines(path, self._max_line_bytes):
+            lines += 1
+            is_checked = most_checked is None or lines <= most_checked
+            try:
+                with sample_at(f"{path}:{line_number}"):
+                    check_length(line, self._max_line_bytes)
+                    sizes = [*check(line, number)] if is_checked else ()
+            except BadSampleError as error:
+                # A copy without traceback, which would keep the line in memory.
+                bad.append(BadSampleError(error.kind, error.reason, error.place))
+                continue
+            places.extend((offset, line_number))
+            line_hash.update(line)
+            if is_checked:
+                media_hash.update(np.array(sizes, dtype="<i8").tobytes())
+        if not lines:
+            raise ValueError(f"data file {path} is empty: one JSON object per line is needed")
+        is_whole = most_checked is None or lines <= most_checked
+        media = media_hash.hexdigest() if is_whole else ""
+        content = FileContent(str(path), line_hash.hexdigest(), media)
+        return FileLines(np.array(places, dtype=np.int64).reshape([-1, 2]), content, bad)
 
     def __len__(self) -> int:
         return len(self.positions_N3)

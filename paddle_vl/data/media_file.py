@@ -137,6 +137,13 @@ def file_size(path: str | os.PathLike, what: str) -> int:
     raise BadSampleError(f"missing_{what}", f"{what} file {shown(os.fspath(path))} does not exist")
 
 
+def files_of(source: Any) -> list[str]:
+    """Paths of a source's files; none for what is not fetched yet and for objects in memory."""
+    if isinstance(source, str | Path):
+        return [str(source)]
+    return [path for each in getattr(source, "files", ()) for path in files_of(each)]
+
+
 def source_size(source: Any, what: str) -> int:
     """Size of a source in bytes, of several frames together; 0 for what is not fetched yet and for
     objects in memory.

@@ -7,7 +7,6 @@ unnoticed; if a packed row is too long then, loading fails.
 """
 
 import hashlib
-import io
 import json
 import logging
 import time
@@ -17,13 +16,12 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from xxhash import xxh3_64_digest
 
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.packing import RowBudget, SampleLengths
 from paddle_vl.data.samples import SampleSource
 from paddle_vl.data.worker_pool import results_in_order
-from paddle_vl.files.text_file import replacing
+from paddle_vl.files.array_file import read_arrays, write_arrays
 
 logger = logging.getLogger(__name__)
 # Increase when the length of a sample or the format of the cache changes.
@@ -31,7 +29,6 @@ FORMAT = 2
 _REPORT_SECONDS = 10
 # Samples that a worker process measures in one job.
 _CHUNK = 500
-_SUM_BYTES = 8
 
 
 class MeasuredSource(SampleSource, Protocol):
@@ -118,30 +115,13 @@ def _cache_path(dataset: MeasuredSource) -> Path:
 
 
 def _read(path: Path) -> tuple[np.ndarray, Counter[str]] | None:
-    """What `_write` wrote; None if there is no file or it is damaged."""
-    if not path.is_file():
-        return None
-    try:
-        content = path.read_bytes()
-        content, stored_sum = content[:-_SUM_BYTES], content[-_SUM_BYTES:]
-        if xxh3_64_digest(content) != stored_sum:
-            raise ValueError("its checksum is wrong, or it has none")
-        with np.load(io.BytesIO(content)) as stored:
-            sizes_N2, skipped = stored["sizes"], json.loads(str(stored["skipped"]))
-        return sizes_N2, Counter(skipped)
-    except Exception as error:
-        # Whatever is wrong with it: a cache can be made again.
-        logger.warning("%s is damaged (%s): the samples are measured again", path, error)
-        return None
+    stored = read_arrays(path, "the samples are measured again")
+    return stored and (stored["sizes"], Counter(json.loads(str(stored["skipped"]))))
 
 
 def _write(path: Path, sizes_N2: np.ndarray, skipped: Counter[str]) -> None:
-    content = io.BytesIO()
-    np.savez_compressed(content, sizes=sizes_N2, skipped=json.dumps(skipped))
     try:
-        with replacing(path) as partial:
-            # Readers of the format pass over the bytes behind its end.
-            partial.write_bytes(content.getvalue() + xxh3_64_digest(content.getvalue()))
+        write_arrays(path, sizes=sizes_N2, skipped=json.dumps(skipped))
     except OSError as error:
         logger.warning(
             "the lengths of the samples cannot be cached beside the data (%s): every start of this "

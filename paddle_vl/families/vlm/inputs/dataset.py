@@ -19,18 +19,21 @@ from typing import Any
 import numpy as np
 
 from paddle_vl.batch.rows import IGNORE_INDEX
+from paddle_vl.data.checked_lines import CheckedFile, CheckedLines, FileState, state_of
+from paddle_vl.data.corpus.cache import Cache
 from paddle_vl.data.formats.canonical import Conversation
 from paddle_vl.data.formats.keys import unread_keys, unread_note
 from paddle_vl.data.formats.reader import RowReader
 from paddle_vl.data.jsonl import (
     MAX_LINE_BYTES,
     BadSampleError,
+    FileLines,
     LineIndex,
     OnBadSample,
     parse_object,
     sample_at,
 )
-from paddle_vl.data.media_file import source_size
+from paddle_vl.data.media_file import files_of, source_size
 from paddle_vl.data.worker_pool import warn_once
 from paddle_vl.families.vlm.inputs.preference import (
     REFERENCE,
@@ -189,6 +192,7 @@ class MessagesDataset(ConversationData, LineIndex):
         allow_outside: bool = True,
         max_line_bytes: int = MAX_LINE_BYTES,
         reader: RowReader | None = None,
+        cache: Cache | None = None,
     ):
         """Open the files and check every line.
 
@@ -196,6 +200,8 @@ class MessagesDataset(ConversationData, LineIndex):
             max_length: longest sample in tokens, None for no limit; see `truncate_sample`.
             max_line_bytes: a longer line is a bad sample.
             reader: of the rows, in place of one with `allow_outside`.
+            cache: where to keep what a file's lines were found to be, so that they are not read
+                again; None keeps nothing.
 
         Raises:
             RuntimeError: a file does not exist.
@@ -207,12 +213,42 @@ class MessagesDataset(ConversationData, LineIndex):
         self._readers = [reader or RowReader(allow_outside=allow_outside) for _ in files]
         # Keys that are not read, of each file.
         self._unread: list[dict[str, None]] = [{} for _ in files]
+        self._checked = None if cache is None else CheckedLines(cache, self._settings_of_checks)
+        # States of images and videos, of the file that is being read.
+        self._media: dict[str, FileState] = {}
         paths = [*map(Path, files)]
         LineIndex.__init__(
             self, paths, self._check_line, on_bad_sample, max_line_bytes, _MOST_CHECKED
         )
+        self._media.clear()
         for file, keys in zip(self.files, self._unread, strict=True):
             tell_unread(str(file), keys)
+
+    def _settings_of_checks(self) -> list[Any]:
+        """What decides on `_check_line` beside the line and the files that it names; the readers
+        do not have the format of a first row yet."""
+        reader, renderer = self._readers[-1], self._processor.template.renderer
+        # A set has another order in every process.
+        tokens = sorted(reader.settings.control_tokens)
+        reader = replace(reader, settings=replace(reader.settings, control_tokens=tokens))
+        described = None if renderer is None else renderer.description()
+        given = [self._max_line_bytes, _MOST_CHECKED]
+        return [*given, repr(reader), described, self._processor.fingerprint()]
+
+    def _read_file(self, number: int, *args: Any) -> FileLines:
+        self._media.clear()
+        if self._checked is None:
+            return super()._read_file(number, *args)
+        file = self.files[number]
+        if (kept := self._checked.of(file)) is not None:
+            self._readers[number] = replace(self._readers[number], format=kept.format)
+            self._unread[number].update(dict.fromkeys(kept.unread))
+            return kept.lines
+        before = state_of(file)
+        lines = super()._read_file(number, *args)
+        format, unread = self._readers[number].format, [*self._unread[number]]
+        self._checked.keep(CheckedFile(lines, format, unread), file, before, self._media)
+        return lines
 
     def row_count(self) -> int:
         return len(self.positions_N3)
@@ -236,6 +272,11 @@ class MessagesDataset(ConversationData, LineIndex):
         if reader.format is None:
             self._readers[file_number] = replace(reader, format=conversation.format)
         self._unread[file_number].update(dict.fromkeys(unread_keys(conversation.extras)))
+        if self._checked is not None:
+            for branch in conversation.branches:
+                for path in [p for each in (*branch.images, *branch.videos) for p in files_of(each)]:
+                    if path not in self._media:
+                        self._media[path] = state_of(path)
         return checked(conversation, self._processor)
 
 

@@ -50,6 +50,7 @@ def open_conversations(
             data.on_bad_sample,
             max_line_bytes=data.max_line_bytes,
             reader=make_reader(),
+            cache=Cache(data.cache),
         )
     else:
         info = None if data.dataset_info is None else DatasetInfo.read(data.dataset_info)
