@@ -104,6 +104,11 @@ class MeshSettings(Section):
     each in its own size, which fleet sends first (1f1b without num_virtual_stages)"""
 
     @property
+    def num_processes(self) -> int:
+        """Ranks of the mesh."""
+        return self.dp_degree * self.mp_degree * self.pp_degree * self.sharding_degree
+
+    @property
     def data_degree(self) -> int:
         """Ranks with different samples."""
         return self.dp_degree * self.sharding_degree // self.cp_degree

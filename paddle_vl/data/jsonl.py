@@ -20,7 +20,7 @@ OnBadSample = Literal["fail", "skip"]
 MAX_LINE_BYTES = 1 << 20
 # Errors of malformed samples besides BadSampleError: numbers out of range, deep nesting, invalid
 # Unicode, impossible paths. Not MemoryError, which is the machine's limit.
-_HOSTILE = (ValueError, ArithmeticError, RecursionError, OSError)
+HOSTILE = (ValueError, ArithmeticError, RecursionError, OSError)
 # Reasons quote names from the line, which may be very long.
 _LONGEST_REASON = 2000
 
@@ -63,7 +63,7 @@ def sample_at(place: str | Callable[[], str]) -> Iterator[None]:
         if len(reason) > _LONGEST_REASON:
             reason = f"{reason[:_LONGEST_REASON]}... ({len(reason)} characters)"
         raise BadSampleError(error.kind, reason, _text_of(place)) from error
-    except _HOSTILE as error:
+    except HOSTILE as error:
         reason = f"the sample cannot be read: {type(error).__name__}: {str(error)[:200]}"
         raise BadSampleError("unreadable_sample", reason, _text_of(place)) from error
 

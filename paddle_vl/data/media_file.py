@@ -10,6 +10,7 @@ import stat
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -186,6 +187,17 @@ def image_size(source: ImageSource) -> tuple[int, int]:
     """
     if isinstance(source, np.ndarray | Image.Image):
         return load_rgb(source).size
+    if isinstance(source, str):
+        with suppress(OSError, ValueError):
+            found = os.stat(source)
+            return _size_in_header(source, found.st_size, found.st_mtime_ns)
+    return _size_in_header.__wrapped__(source)
+
+
+@lru_cache(maxsize=1 << 14)
+def _size_in_header(source: str | os.PathLike | bytes, *state: int) -> tuple[int, int]:
+    """The size of an image; that of a file is remembered with its state, as many samples may show
+    the same image."""
     with _opened(source) as image:
         _check_mode(image)
         return image.size

@@ -4,7 +4,6 @@ A rule is a function that yields a message for each problem of a `TopologyPlan`.
 a device nor other ranks: `plan_problems` runs before anything is built.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -35,10 +34,6 @@ class ParallelDegrees(MeshSettings):
     def degree(self, axis: str) -> int:
         """Ranks along one of `AXES`, or that share the experts (`ep`)."""
         return getattr(self, f"{axis}_degree")
-
-    @property
-    def num_processes(self) -> int:
-        return math.prod(self.degree(axis) for axis in AXES)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ _DESCRIPTIONS = (
     "metadata", "meta", "url", "score", "references",
 )  # fmt: skip
 _MOST_NAMED = 10
+# Keys of every message, in the order in which messages list them.
+_KEYS_OF_ALL = dict.fromkeys(("role", "content", *TARGET_KEYS))
 _KEYS_OF_ROLE = {
     "assistant": ("tool_calls", *REASONING_KEYS),
     "tool": ("tool_call_id", "name"),
@@ -268,7 +270,9 @@ def check_message_keys(message: Mapping[str, Any], role: str, where: str) -> Non
     Raises:
         BadSampleError: with the key, and what to do or the nearest known key.
     """
-    known = ("role", "content", *TARGET_KEYS, *_KEYS_OF_ROLE.get(role, ()))
+    if message.keys() <= _KEYS_OF_ALL.keys():
+        return
+    known = (*_KEYS_OF_ALL, *_KEYS_OF_ROLE.get(role, ()))
     for other, keys in _KEYS_OF_ROLE.items():
         for key in [key for key in keys if key not in {*known, *_REFUSED_OF_MESSAGE}]:
             if not is_empty(message.get(key)):

@@ -14,7 +14,8 @@ Anthropic's blocks of calls and answers are read as well.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,10 @@ class RowReader:
         def size(source: Any) -> tuple[int, int]:
             return upright_size(_opened("image", source, folder))
 
-        return folder, replace(self.settings, image_size=size)
+        # `replace` would check the settings again for every row.
+        settings = copy(self.settings)
+        object.__setattr__(settings, "image_size", size)
+        return folder, settings
 
     def opened(self, row: Conversation, folder: MediaFolder) -> Conversation:
         """The conversation with sources that can be opened."""

@@ -107,7 +107,9 @@ class VLRecipe(Family):
                 f"learn other texts: set data.template_date={datetime.now():%Y-%m-%d}"
             )
         self.pad_to_multiple_of = data.pad_to_multiple_of
-        self.train_data = self._corpus(data.train) or self._dataset(data.train)
+        # Of several ranks one alone measures.
+        measures = data.packing and config.parallel.num_processes == 1
+        self.train_data = self._corpus(data.train) or self._dataset(data.train, measures)
         self._eval_corpus = self._corpus(data.eval)
         self.eval_data = self._eval_corpus.samples() if self._eval_corpus else None
         if data.eval and self._eval_corpus is None:
@@ -292,10 +294,11 @@ class VLRecipe(Family):
             return None
         return Corpus.opened(entries, self.config.data, self.processor, self.config.train.seed)
 
-    def _dataset(self, entries: Sequence[Any]) -> ConversationData:
+    def _dataset(self, entries: Sequence[Any], measures: bool = False) -> ConversationData:
         config = self.config
         reader = PreferenceReader if config.compares_answers else RowReader
-        return open_conversations(entries, config.data, self.processor, config.train.seed, reader)
+        given = config.data, self.processor, config.train.seed, reader
+        return open_conversations(entries, *given, measures)
 
 
 def model_shape(config: Any) -> ModelShape:

@@ -10,7 +10,8 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from paddle_vl.data.formats.canonical import Conversation
 from paddle_vl.data.formats.keys import unread_keys, unread_note
 from paddle_vl.data.formats.reader import RowReader
 from paddle_vl.data.jsonl import (
+    HOSTILE,
     MAX_LINE_BYTES,
     BadSampleError,
     FileLines,
@@ -119,11 +121,13 @@ class ConversationData(ABC):
         Raises:
             BadSampleError: the sample cannot be used, as far as headers show it.
         """
-        sample = self._encoded(number, with_pixels=False)
+        return self._lengths_of(self._encoded(number, with_pixels=False))
+
+    def _lengths_of(self, sample: Mapping[str, np.ndarray]) -> tuple[int, int]:
         # Of a pair both.
         ids = np.concatenate([each for key, each in sample.items() if key.endswith("input_ids")])
-        visual = (self._processor.image_token_id, self._processor.video_token_id)
-        return ids.size, int(np.isin(ids, visual).sum())
+        is_image, is_video = ids == self._processor.image_token_id, ids == self._processor.video_token_id
+        return ids.size, int(np.count_nonzero(is_image | is_video))
 
     def length_settings(self) -> str:
         """The settings that affect the lengths of samples, as JSON."""
@@ -161,17 +165,11 @@ class ConversationData(ABC):
         self._samples = np.array(samples, dtype=np.int64)
 
     def _encoded(self, number: int, with_pixels: bool = True) -> dict[str, np.ndarray]:
-        processor, longest = self.limits(self.row_of(number))
-        conversation = self.conversation(number)
+        limits, conversation = self.limits(self.row_of(number)), self.conversation(number)
         with sample_at(partial(self.place, number)):
-            if isinstance(conversation, ComparedConversation):
-                sample = encoded_answers(processor, conversation, longest, with_pixels)
-                return sample | self._reference_of(number)
-            if with_pixels:
-                sample = processor.encode_sample(conversation)
-            else:
-                sample = processor.outline_sample(conversation)
-            return sample if longest is None else truncate_sample(sample, longest, processor)
+            sample = encoded(conversation, *limits, with_pixels)
+            is_compared = isinstance(conversation, ComparedConversation)
+            return sample | self._reference_of(number) if is_compared else sample
 
 
 class MessagesDataset(ConversationData, LineIndex):
@@ -193,6 +191,7 @@ class MessagesDataset(ConversationData, LineIndex):
         max_line_bytes: int = MAX_LINE_BYTES,
         reader: RowReader | None = None,
         cache: Cache | None = None,
+        measures: bool = False,
     ):
         """Open the files and check every line.
 
@@ -202,6 +201,7 @@ class MessagesDataset(ConversationData, LineIndex):
             reader: of the rows, in place of one with `allow_outside`.
             cache: where to keep what a file's lines were found to be, so that they are not read
                 again; None keeps nothing.
+            measures: find `lengths` of the lines while they are read.
 
         Raises:
             RuntimeError: a file does not exist.
@@ -214,6 +214,9 @@ class MessagesDataset(ConversationData, LineIndex):
         # Keys that are not read, of each file.
         self._unread: list[dict[str, None]] = [{} for _ in files]
         self._checked = None if cache is None else CheckedLines(cache, self._settings_of_checks)
+        self._measures = measures
+        # Tokens and vision tokens of the first rows of each file, negative where unknown.
+        self._measured: list[list[tuple[int, int]]] = [[] for _ in files]
         # States of images and videos, of the file that is being read.
         self._media: dict[str, FileState] = {}
         paths = [*map(Path, files)]
@@ -250,6 +253,14 @@ class MessagesDataset(ConversationData, LineIndex):
         self._checked.keep(CheckedFile(lines, format, unread), file, before, self._media)
         return lines
 
+    def lengths(self, number: int) -> tuple[int, int]:
+        if self._measures:
+            file, at = int(self.positions_N3[number, 0]), number
+            at -= int(np.searchsorted(self.positions_N3[:, 0], file))
+            if at < len(self._measured[file]) and self._measured[file][at][0] >= 0:
+                return self._measured[file][at]
+        return super().lengths(number)
+
     def row_count(self) -> int:
         return len(self.positions_N3)
 
@@ -277,7 +288,37 @@ class MessagesDataset(ConversationData, LineIndex):
                 for path in [p for each in (*branch.images, *branch.videos) for p in files_of(each)]:
                     if path not in self._media:
                         self._media[path] = state_of(path)
-        return checked(conversation, self._processor)
+        sizes = checked(conversation, self._processor)
+        if self._measures:
+            self._measured[file_number].append(self._measured_now(conversation))
+        return sizes
+
+    def _measured_now(self, conversation: Conversation) -> tuple[int, int]:
+        """`lengths` of a conversation; unknown where they are refused, which is told when a run
+        asks for them."""
+        with suppress(*HOSTILE):
+            sample = encoded(conversation, self._processor, self.max_length, with_pixels=False)
+            return self._lengths_of(sample)
+        return -1, -1
+
+
+def encoded(
+    conversation: Conversation, processor: VLProcessor, longest: int | None, with_pixels: bool
+) -> dict[str, np.ndarray]:
+    """The sample of a conversation, or the samples of those that are compared.
+
+    Args:
+        longest: see `truncate_sample`.
+        with_pixels: see `VLProcessor.outline_sample`.
+
+    Raises:
+        BadSampleError: it cannot be used.
+    """
+    if isinstance(conversation, ComparedConversation):
+        return encoded_answers(processor, conversation, longest, with_pixels)
+    encode = processor.encode_sample if with_pixels else processor.outline_sample
+    sample = encode(conversation)
+    return sample if longest is None else truncate_sample(sample, longest, processor)
 
 
 def checked(conversation: Conversation, processor: VLProcessor) -> list[int]:

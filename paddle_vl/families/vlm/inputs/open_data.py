@@ -29,11 +29,13 @@ def open_conversations(
     processor: VLProcessor,
     seed: int,
     reader_class: Callable[..., RowReader] = RowReader,
+    measures: bool = False,
 ) -> ConversationData:
     """Open what the entries name: files of lines, or a mixture of sources.
 
     Args:
         reader_class: of the rows; `PreferenceReader` for answers that are compared.
+        measures: the lengths of all samples are needed next.
 
     Raises:
         RuntimeError: a file is missing or damaged, or a data set cannot be downloaded.
@@ -51,6 +53,8 @@ def open_conversations(
             max_line_bytes=data.max_line_bytes,
             reader=make_reader(),
             cache=Cache(data.cache),
+            # Workers measure side by side.
+            measures=measures and not data.num_workers and data.earlier_reasoning != "split",
         )
     else:
         info = None if data.dataset_info is None else DatasetInfo.read(data.dataset_info)

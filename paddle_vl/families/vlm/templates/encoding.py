@@ -11,6 +11,7 @@ replaced too, as by HF transformers up to 5.9; or it stays, as it does from 5.10
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import compress, pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -38,6 +39,8 @@ from paddle_vl.families.vlm.templates.rendering import ChatTemplateRenderer, Ren
 # Characters that a template may make of a row, for each of its own, each message, and beside that;
 # tokenizing takes hundreds of bytes for each.
 _MOST_TIMES, _MOST_PER_MESSAGE, _MOST_MORE = 16, 1 << 10, 1 << 17
+# Characters of a text whose tokens are remembered.
+_LONGEST_KEPT = 256
 
 
 EarlierReasoning = Literal["refuse", "drop", "split"]
@@ -340,7 +343,7 @@ class MediaText:
         spans = [(at_new(start), at_new(end)) for start, end in spans]
         ids, labels = [], []
         for begin, stop in pairwise([0, *map(at_new, cuts), len(new)]):
-            encoding = self._tokenizer.encode(new[begin:stop], add_special_tokens=False)
+            encoding = _encoding(self._tokenizer, new[begin:stop])
             found = encoding.ids
             learned = [IGNORE_INDEX] * len(found)
             for start, end in spans:
@@ -359,6 +362,18 @@ class MediaText:
         left = iter(repeats)
         counts = [next(left) if each in self._ids else 1 for each in ids]
         return EncodedChat(np.repeat(ids, counts).tolist(), np.repeat(labels, counts).tolist())
+
+
+def _encoding(tokenizer: Tokenizer, text: str) -> Encoding:
+    """A text's tokens; those of short ones are remembered, as many rows ask the same."""
+    if len(text) > _LONGEST_KEPT:
+        return tokenizer.encode(text, add_special_tokens=False)
+    return _kept_encoding(tokenizer, text)
+
+
+@lru_cache(maxsize=1 << 10)
+def _kept_encoding(tokenizer: Tokenizer, text: str) -> Encoding:
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def _touched(encoding: Encoding, start: int, end: int) -> slice:
