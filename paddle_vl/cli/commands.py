@@ -1,6 +1,7 @@
 """`paddle-vl evaluate`, `generate` and `merge`; and how a command sets the runtime up."""
 
 import argparse
+import gc
 import logging
 import os
 from pathlib import Path
@@ -278,8 +279,12 @@ def configure_runtime() -> None:
     is_chosen = "OMP_NUM_THREADS" in os.environ or int(os.environ.get("PADDLE_TRAINERS_NUM", 1)) > 1
     num_threads = None if is_chosen else len(os.sched_getaffinity(0))
 
+    # What imports make lives as long as the process: not searched for garbage, now or later.
+    gc.disable()
     with without_thread_warning():
         from paddle_vl.compat import configure_cpu_runtime
+    gc.freeze()
+    gc.enable()
 
     if configure_cpu_runtime(num_threads):
         from paddle_vl.nn.cpu import compiled

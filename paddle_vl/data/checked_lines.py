@@ -91,8 +91,8 @@ class CheckedLines:
             state: of the file before it was read.
             media: states of the images and videos that its lines name.
         """
-        (places_N2, content, bad), format, unread = found
-        if bad or len(places_N2) < _FEWEST or state_of(file) != state:
+        (places, content, bad), format, unread = found
+        if bad or len(places) < _FEWEST or state_of(file) != state:
             return
         kept = {
             "key": self._key,
@@ -103,7 +103,7 @@ class CheckedLines:
             "media": [*media],
         }
         states = np.array([*media.values()], dtype=np.int64).reshape([-1, 3])
-        steps = np.diff(places_N2, axis=0, prepend=0)
+        steps = np.diff(places, axis=0, prepend=0)
         try:
             path = self._cache.writable(file, _SUFFIX)
             write_arrays(path, steps=steps, states=states, kept=json.dumps(kept))

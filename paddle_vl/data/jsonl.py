@@ -91,11 +91,11 @@ class FileLines(NamedTuple):
     """What reading a data file found.
 
     Attributes:
-        places_N2: byte offset and line number of each usable line; `[N, 2]` int64.
+        places: byte offset and line number of each usable line; `[N, 2]` int64.
         bad: errors of the others.
     """
 
-    places_N2: np.ndarray
+    places: np.ndarray
     content: FileContent
     bad: Sequence[BadSampleError] = ()
 
@@ -154,8 +154,8 @@ class LineIndex:
                 )
             raise BadSampleError(first.kind, first.reason + more, first.place)
         self.skipped = Counter(error.kind for error in bad)
-        places = [np.insert(one.places_N2, 0, number, axis=1) for number, one in enumerate(found)]
-        self.positions_N3 = np.concatenate(places)
+        numbered = [np.insert(each.places, 0, n, axis=1) for n, each in enumerate(found)]
+        self.positions_N3 = np.concatenate(numbered)
         if not len(self.positions_N3):
             raise ValueError(
                 f"all {len(bad)} samples are bad: {dict(self.skipped)}; the first is {bad[0]}"

@@ -1,18 +1,23 @@
 """The figures of the benchmarks are times of what they name.
 
-Guarantees: times that `step.py`, `answers.py`, `export.py` and `checkpoint.py` report are within a
-factor of 20 of another clock's around the same calls, which a wrong unit, a wrong divisor or two
-clocks would miss; the first answer, which warms up, is not among them.
+Guarantees: times that `step.py`, `colocated.py`, `answers.py`, `export.py` and `checkpoint.py`
+report are within a factor of 20 of another clock's around the same calls, which a wrong unit, a
+wrong divisor or two clocks would miss; the first answer, which warms up, is not among them.
 """
 
 import json
 import textwrap
+import time
+from itertools import islice
+from typing import Any
 
 import pytest
 
+import colocated
 import harness
 import references
 from tests.support import forked
+from tests.support.launch import launch
 
 FACTOR = 20
 PRELUDE = """
@@ -74,6 +79,41 @@ def test_a_step_takes_as_long_as_the_clock_says(digits, tmp_path):
         print(json.dumps({name: (figure, clock) for name, figure in pairs.items()}))
     """
     check(figures(program, tmp_path))
+
+
+def a_rank_of_colocated(given: dict[str, Any]) -> dict[str, float]:
+    """The benchmark's numbers of this rank, and the seconds of its steps by another clock."""
+    from paddle_vl.train.trainer import Trainer
+
+    spent, turn = [], Trainer.turn
+
+    def timed(trainer: Trainer) -> None:
+        begin = time.monotonic_ns()
+        turn(trainer)
+        spent.append((time.monotonic_ns() - begin) / 1e9)
+
+    Trainer.turn, colocated.WARM_UP = timed, 1
+    found = colocated.measure(str(given["config"]), given["settings"], given["steps"])
+    return found | {"clock": min(spent[colocated.WARM_UP + 1 :])}
+
+
+def test_a_colocated_step_takes_as_long_as_the_clock_says(digits, tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    for name in ("images", "processor"):
+        (tmp_path / "data" / name).symlink_to(digits / name)
+    with (digits / "train.jsonl").open() as lines:
+        (tmp_path / "data" / "train.jsonl").write_text("".join(islice(lines, 100)))
+
+    def launched(function: Any, folder: Any, ranks: int, **given: Any) -> list[dict[str, float]]:
+        assert function is colocated.measure
+        return launch(a_rank_of_colocated, ranks, arguments=(given,))
+
+    monkeypatch.setattr(harness, "launch", launched)
+    monkeypatch.setattr(colocated, "TOWERS", {1: (2, 64, 64)})
+    monkeypatch.setattr(colocated, "MICRO_BATCHES", 2)
+    monkeypatch.setattr(colocated, "MOST", (*colocated.MOST, "clock"))
+    found = colocated.trained(1, "colocated", tmp_path, 2)
+    check({"step": (found["milliseconds"] / 1e3, found["clock"])})
 
 
 @pytest.mark.parametrize(

@@ -126,8 +126,9 @@ class ConversationData(ABC):
     def _lengths_of(self, sample: Mapping[str, np.ndarray]) -> tuple[int, int]:
         # Of a pair both.
         ids = np.concatenate([each for key, each in sample.items() if key.endswith("input_ids")])
-        is_image, is_video = ids == self._processor.image_token_id, ids == self._processor.video_token_id
-        return ids.size, int(np.count_nonzero(is_image | is_video))
+        own = self._processor
+        is_visual = (ids == own.image_token_id) | (ids == own.video_token_id)
+        return ids.size, int(np.count_nonzero(is_visual))
 
     def length_settings(self) -> str:
         """The settings that affect the lengths of samples, as JSON."""
@@ -210,10 +211,12 @@ class MessagesDataset(ConversationData, LineIndex):
         """
         ConversationData.__init__(self, processor, max_length)
         # Of each file, with the format of its first row.
-        self._readers = [reader or RowReader(allow_outside=allow_outside) for _ in files]
+        reader = reader or RowReader(allow_outside=allow_outside)
+        self._readers = [reader] * len(files)
         # Keys that are not read, of each file.
         self._unread: list[dict[str, None]] = [{} for _ in files]
-        self._checked = None if cache is None else CheckedLines(cache, self._settings_of_checks)
+        settings = partial(self._settings_of_checks, reader)
+        self._checked = None if cache is None else CheckedLines(cache, settings)
         self._measures = measures
         # Tokens and vision tokens of the first rows of each file, negative where unknown.
         self._measured: list[list[tuple[int, int]]] = [[] for _ in files]
@@ -223,14 +226,18 @@ class MessagesDataset(ConversationData, LineIndex):
         LineIndex.__init__(
             self, paths, self._check_line, on_bad_sample, max_line_bytes, _MOST_CHECKED
         )
-        self._media.clear()
+        # Samples do not need them, and workers get a copy of the rest.
+        self._checked, self._media = None, {}
         for file, keys in zip(self.files, self._unread, strict=True):
             tell_unread(str(file), keys)
 
-    def _settings_of_checks(self) -> list[Any]:
-        """What decides on `_check_line` beside the line and the files that it names; the readers
-        do not have the format of a first row yet."""
-        reader, renderer = self._readers[-1], self._processor.template.renderer
+    def _settings_of_checks(self, reader: RowReader) -> list[Any]:
+        """What decides on `_check_line` beside the line and the files that it names.
+
+        Args:
+            reader: without the format of a first row.
+        """
+        renderer = self._processor.template.renderer
         # A set has another order in every process.
         tokens = sorted(reader.settings.control_tokens)
         reader = replace(reader, settings=replace(reader.settings, control_tokens=tokens))
@@ -254,7 +261,8 @@ class MessagesDataset(ConversationData, LineIndex):
         return lines
 
     def lengths(self, number: int) -> tuple[int, int]:
-        if self._measures:
+        # Without a reference's value a sample is refused, which is not known yet.
+        if self._measures and self.reference is None:
             file, at = int(self.positions_N3[number, 0]), number
             at -= int(np.searchsorted(self.positions_N3[:, 0], file))
             if at < len(self._measured[file]) and self._measured[file][at][0] >= 0:
@@ -283,11 +291,10 @@ class MessagesDataset(ConversationData, LineIndex):
         if reader.format is None:
             self._readers[file_number] = replace(reader, format=conversation.format)
         self._unread[file_number].update(dict.fromkeys(unread_keys(conversation.extras)))
-        if self._checked is not None:
-            for branch in conversation.branches:
-                for path in [p for each in (*branch.images, *branch.videos) for p in files_of(each)]:
-                    if path not in self._media:
-                        self._media[path] = state_of(path)
+        for source in [s for each in conversation.branches for s in (*each.images, *each.videos)]:
+            for path in files_of(source):
+                if path not in self._media:
+                    self._media[path] = state_of(path)
         sizes = checked(conversation, self._processor)
         if self._measures:
             self._measured[file_number].append(self._measured_now(conversation))
