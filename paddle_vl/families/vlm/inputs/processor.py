@@ -211,6 +211,7 @@ class VLProcessor(ChatInputs):
                 carried[_CARRIED_PATTERN.replace("*", "tool_use")] = found.tools_source
         plain = found.source.replace("\r\n", "\n").strip().encode(errors="surrogatepass")
         is_built_in = hashlib.sha256(plain).hexdigest() in _EQUAL_TEMPLATES
+        settings = generation_settings(directory, read=tokenizer) or GenerationConfig()
         own = TemplateEncoder(
             ChatTemplateRenderer(
                 found.source,
@@ -222,7 +223,7 @@ class VLProcessor(ChatInputs):
             ),
             tokenizer.backend,
             earlier_reasoning,
-            tuple((generation_settings(directory) or GenerationConfig()).eos_token_ids),
+            tuple(settings.eos_token_ids),
             is_built_in and not template_variables,
         )
         return cls(tokenizer, image_processor, video_processor, carried, own)
@@ -304,17 +305,22 @@ def end_settings(ids: Mapping[str, int]) -> GenerationConfig:
     return GenerationConfig(eos_token_id=ends or None, pad_token_id=ids.get(END_OF_TEXT))
 
 
-def generation_settings(*folders: Path) -> GenerationConfig | None:
+def generation_settings(
+    *folders: Path, read: TextTokenizer | None = None
+) -> GenerationConfig | None:
     """Settings of the first model folder that has them; None without.
 
     Where they name no end tokens, those of the first folder's tokenizer are taken.
+
+    Args:
+        read: that tokenizer, if it was read already.
     """
     stored = [folder for folder in folders if (folder / FILE_NAME).is_file()]
     found = GenerationConfig.from_pretrained(stored[0]) if stored else None
     tokenizers = [folder for folder in folders if (folder / TOKENIZER_FILE).is_file()]
     if tokenizers and (found is None or found.eos_token_id is None):
-        special = TextTokenizer.from_file(tokenizers[0]).special_tokens
-        ends = end_settings({token: token_id for token_id, token in special.items()})
+        tokenizer = read or TextTokenizer.from_file(tokenizers[0])
+        ends = end_settings({token: number for number, token in tokenizer.special_tokens.items()})
         found = (found or GenerationConfig()).with_ends_of(ends)
     return found
 
