@@ -116,7 +116,9 @@ def _cache_path(dataset: MeasuredSource) -> Path:
 
 def _read(path: Path) -> tuple[np.ndarray, Counter[str]] | None:
     stored = read_arrays(path, "the samples are measured again")
-    return stored and (stored["sizes"], Counter(json.loads(str(stored["skipped"]))))
+    if stored is None:
+        return None
+    return stored["sizes"], Counter(json.loads(str(stored["skipped"])))
 
 
 def _write(path: Path, sizes_N2: np.ndarray, skipped: Counter[str]) -> None:

@@ -3,6 +3,7 @@
 import io
 import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from xxhash import xxh3_64_digest
@@ -34,14 +35,14 @@ def read_arrays(path: Path, remedy: str) -> dict[str, np.ndarray] | None:
         return None
 
 
-def write_arrays(path: Path, **arrays: np.ndarray | str) -> None:
+def write_arrays(path: Path, **arrays: Any) -> None:
     """Write arrays and texts, compressed; NumPy reads the file too.
 
     Raises:
         OSError: the file cannot be written.
     """
     content = io.BytesIO()
-    np.savez_compressed(content, **{name: np.asarray(each) for name, each in arrays.items()})
+    np.savez_compressed(content, allow_pickle=False, **arrays)
     with replacing(path) as partial:
         # Readers of the format pass over the bytes behind its end.
         partial.write_bytes(content.getvalue() + xxh3_64_digest(content.getvalue()))
