@@ -77,14 +77,14 @@ def run(tmp_path_factory) -> Path:
 def test_what_a_start_reads_and_imports_is_counted(run):
     first, second = (counts(start(run, seed)) for seed in (1, 2))
     for found in (first, second):
-        opened, started, modules = found
+        opened, _, modules = found
         assert opened["processor/tokenizer.json"] == 1
         assert max(count for name, count in opened.items() if name.startswith("processor")) <= 2
-        # Of Paddle's own import.
-        assert set(started) <= {"sh", "which"}
         packages = {name.removeprefix("paddle_vl.") for name in modules}
         assert not [name for name in (*UNUSED, *FOREIGN) if name in packages]
         assert len(modules) < MOST_MODULES
+    # Of Paddle's own import; the first start may compile.
+    assert set(second[1]) <= {"sh", "which"}
     # Its first bytes, which say of what kind it is, and all of it.
     assert first[0]["train.jsonl"] == 2
     assert [first[0][f"images/{number}.png"] for number in range(6)] == [1] * 6
