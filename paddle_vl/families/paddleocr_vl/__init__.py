@@ -1,1 +1,1 @@
-"""The PaddleOCR-VL family: documents to text, tables, formulas, charts and spotted lines."""
+"""The PaddleOCR-VL family: document recognition with a SigLIP tower and an ERNIE 4.5 decoder."""
