@@ -202,7 +202,7 @@ class VLProcessor(ChatInputs):
         directory = path_or_download(os.fspath(directory))
         kind: type[VLProcessor] = cls
         if cls is VLProcessor:
-            kind = processor_class(directory, model_type) or cls
+            kind = processor_class(directory, model_type)
         image_processor = kind.image_processor_class.from_pretrained(
             directory, min_pixels=min_pixels, max_pixels=max_pixels
         )
