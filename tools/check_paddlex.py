@@ -112,7 +112,12 @@ def check(folder: Path, questions: Questions, python: Path, num_tokens: int) -> 
             yield f"refused: {_reason(run.stdout + run.stderr)}"
             return
         theirs = dict(np.load(out))
-    for number, own in enumerate(answer_here(folder, questions, num_tokens)):
+    try:
+        answers = list(answer_here(folder, questions, num_tokens))
+    except (RuntimeError, ValueError) as error:
+        yield f"differs: PaddleX answers, and this package refuses: {error}"
+        return
+    for number, own in enumerate(answers):
         ids, logits, tokens = (theirs[f"{name}{number}"] for name in ("ids", "logits", "tokens"))
         image, prompt = questions[number]
         about = f"{Path(image).name}, {prompt!r}, {len(ids)} ids, {len(tokens)} tokens"
@@ -127,10 +132,13 @@ def check(folder: Path, questions: Questions, python: Path, num_tokens: int) -> 
 
 
 def _reason(output: str) -> str:
-    """The last error in what PaddleX printed."""
+    """The last error in what PaddleX printed, with what stands beside it."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
-    return " ".join((errors or lines or ["no message"])[-1:])
+    errors = [n for n, line in enumerate(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    last = (errors or [len(lines) - 1])[-1]
+    # An error without a message is told by the line that raised it.
+    first = last if ":" in lines[last] else last - 1
+    return " ".join(lines[max(first, 0) : last + 2])
 
 
 def made_up_pictures(folder: Path) -> list[str]:
@@ -148,7 +156,9 @@ def made_up_pictures(folder: Path) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a model folder")
-    parser.add_argument("--environment", type=Path, metavar="DIR", help="of PaddleX; made if absent")
+    parser.add_argument(
+        "--environment", type=Path, metavar="DIR", help="of PaddleX; made if absent"
+    )
     parser.add_argument("--python", type=Path, help="interpreter of such an environment")
     parser.add_argument("--image", action="append", help="a picture; may be repeated")
     parser.add_argument("--prompt", action="append", help="a question; may be repeated")
