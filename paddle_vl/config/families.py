@@ -333,7 +333,7 @@ for _entry in (
         f"{_OCR}.settings:PaddleOCRVLRun",
         f"{_OCR}.recipe:PaddleOCRVLRecipe",
         f"{_OCR}.model:PaddleOCRVLForConditionalGeneration",
-        VLM_CAPABILITIES,
+        VLM_CAPABILITIES | {"check_folder": f"{_OCR}.folder_check:check_folder"},
         {
             "export": f"{_CANNOT_EXPORT}: PaddleX runs the folder itself, see check-folder; "
             "generate with the model itself"

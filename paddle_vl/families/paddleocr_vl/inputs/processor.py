@@ -24,6 +24,13 @@ from paddle_vl.families.paddleocr_vl.inputs.tokenizer import (
     VIDEO,
     train_tokenizer,
 )
+from paddle_vl.families.paddleocr_vl.inputs.versions import (
+    HEADS,
+    INFERENCE_FILE,
+    LIMITS,
+    NAMES,
+    inference_settings,
+)
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
 from paddle_vl.families.vlm.inputs.processor import NO_TOKEN, VLProcessor
 from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer
@@ -32,10 +39,6 @@ from paddle_vl.families.vlm.templates.encoding import MediaTokens, TemplateEncod
 from paddle_vl.families.vlm.templates.rendering import ChatTemplateRenderer
 
 _LOGGER = logging.getLogger(__name__)
-# What opens an answer, and the limits of an image's pixels as published.
-HEADS = {"1.0": "Assistant: ", "1.5": "Assistant:\n"}
-_LIMITS = {"1.0": (147384, 2822400), "1.5": (112896, 1003520)}
-_NAMES = {"1.0": "1.0", "1.5": "1.5 and 1.6"}
 TASK_PROMPTS = {
     "text": "OCR:",
     "table": "Table Recognition:",
@@ -88,7 +91,7 @@ class PaddleOCRVLProcessor(VLProcessor):
     pad_token = UNKNOWN
     end_tokens = (SENTENCE_END,)
     carried_files: ClassVar[tuple[str, ...]] = (
-        *VLProcessor.carried_files, "tokenizer.model", "inference.yml"
+        *VLProcessor.carried_files, "tokenizer.model", INFERENCE_FILE
     )  # fmt: skip
     # Early templates of 1.0 print an image by it, without what encloses it.
     hidden_variables = ("image_token", "video_token")
@@ -125,6 +128,7 @@ class PaddleOCRVLProcessor(VLProcessor):
                 "once: take the template of the checkpoint"
             )
         self.version = next((name for name in HEADS if prompt.endswith(HEADS[name])), None)
+        self._carried_files.setdefault(INFERENCE_FILE, inference_settings(self.version))
         self._tell(renderer.name, prompt)
 
     def _tell(self, name: str, prompt: str) -> None:
@@ -132,13 +136,11 @@ class PaddleOCRVLProcessor(VLProcessor):
         images = self.image_processor
         limits = images.min_pixels, images.max_pixels
         head = prompt.partition("Wq?")[2].removeprefix("\n")
-        of = (
-            f"of PaddleOCR-VL {_NAMES[self.version]}" if self.version else "of no published version"
-        )
+        of = f"of PaddleOCR-VL {NAMES[self.version]}" if self.version else "of no published version"
         _LOGGER.info(
             "%s is %s: answers follow %r; images have %d to %d pixels", name, of, head, *limits
         )
-        other = next((each for each in _LIMITS if _LIMITS[each] == limits), None)
+        other = next((each for each in LIMITS if LIMITS[each] == limits), None)
         if None not in (other, self.version) and other != self.version:
             _LOGGER.warning(
                 "%s is that of %s, and images have the limits of %s (%d to %d pixels), with which "
