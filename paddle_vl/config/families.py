@@ -230,7 +230,9 @@ def model_values(source: str | Path | dict[str, Any] | None) -> dict[str, Any]:
     """
     if isinstance(source, dict) or source is None:
         return source or {}
-    file, name = Path(source), str(source).lower().removeprefix("qwen/")
+    file, name = Path(source), str(source).lower()
+    for owner in ("qwen/", "paddlepaddle/"):
+        name = name.removeprefix(owner)
     of_size = [entry for entry in _FAMILIES if name.startswith(entry.sizes)]
     try:
         file = file / "config.json" if file.is_dir() else file
@@ -258,6 +260,7 @@ VLM_CAPABILITIES = {
     "shown_samples": f"{_VLM}.training.shown_samples:shown_samples",
     "questions": f"{_VLM}.answering.questions:asked_questions",
 }
+_OCR = "paddle_vl.families.paddleocr_vl"
 _PI07, _PI07_EXPORT = "paddle_vl.families.pi07", "paddle_vl.export.pi07"
 _OF_BOTH_POLICIES = {
     "evaluate": f"{_PI07}.recipe:build_evaluation",
@@ -298,6 +301,19 @@ for _entry in (
             "with the model itself"
         },
         sizes=("qwen3.5-", "qwen3.6-", "qwen3.8-"),
+    ),
+    FamilyEntry(
+        "PaddleOCR-VL",
+        ("paddleocr_vl",),
+        f"{_OCR}.settings:PaddleOCRVLRun",
+        f"{_OCR}.recipe:PaddleOCRVLRecipe",
+        f"{_OCR}.model:PaddleOCRVLForConditionalGeneration",
+        VLM_CAPABILITIES,
+        {
+            "export": f"{_CANNOT_EXPORT}: PaddleX runs the folder itself, see check-folder; "
+            "generate with the model itself"
+        },
+        sizes=("paddleocr-vl",),
     ),
     FamilyEntry(
         "pi07 policy",

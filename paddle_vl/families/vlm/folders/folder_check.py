@@ -78,7 +78,7 @@ def _found(model_class: Any, folder: Path, base: Path, engine: EngineRules) -> F
         if folder != base:
             adapter = StoredAdapter.read(folder)
             adapter.tensors.update(as_here(adapter.tensors, config))
-            on_base = with_head(adapter, stored) if is_tied else stored
+            on_base = with_head(adapter, stored, config.embedding_key) if is_tied else stored
             yield from _refusal(adapter.merged, on_base)
             yield from _adapters(adapter, engine, model_type)
     except RuntimeError as error:

@@ -15,7 +15,7 @@ from paddle import nn
 from paddle_vl.checkpoint.reading import Materializable, MaterializeStep
 from paddle_vl.checkpoint.rules import StoredParameter, place_parameters
 from paddle_vl.families.hf_interface import AdaptableModel, SizedModel, loads_like_hf
-from paddle_vl.families.vlm.modeling.config import EMBEDDING_KEY, HEAD_KEY, VLConfig
+from paddle_vl.families.vlm.modeling.config import HEAD_KEY, VLConfig
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement
 
@@ -57,7 +57,7 @@ class PretrainedVLModel(SizedModel, AdaptableModel, Materializable, nn.Layer):
         self.visual: Any = None
         self.lm_head: Any = None
         if config.tie_word_embeddings:
-            self.tied_embedding = EMBEDDING_KEY.removesuffix(".weight")
+            self.tied_embedding = config.embedding_key.removesuffix(".weight")
         self.generation_config: GenerationConfig | None = None
         self.kept: list[TensorToWrite] = []
 
@@ -141,8 +141,8 @@ class PretrainedVLModel(SizedModel, AdaptableModel, Materializable, nn.Layer):
         config = cls.config_class.from_pretrained(path)
         generation_config = generation_settings(path)
         stored = cls.checkpoint_map.tensors_as_here(checkpoint_tensors(path), config)
-        if not config.tie_flags_agree:
-            config = config.with_tie(HEAD_KEY not in stored)
+        flags_agree, config = config.tie_flags_agree, config.tied_by(stored)
+        if not flags_agree:
             logger.info(
                 "%s: the tie_word_embeddings flags disagree or one is missing; "
                 "%s is %s, so the head is %s",
@@ -154,13 +154,13 @@ class PretrainedVLModel(SizedModel, AdaptableModel, Materializable, nn.Layer):
         prefix = getattr(cls.checkpoint_map, "KEPT", None)
         names = [key for key in stored if prefix and key.startswith(prefix)]
         kept = {key: stored.pop(key) for key in names}
-        head, embedding = stored.get(HEAD_KEY), stored.get(EMBEDDING_KEY)
+        head, embedding = stored.get(HEAD_KEY), stored.get(config.embedding_key)
         is_tied, owner = config.tie_word_embeddings, "the model of its config.json"
         if is_tied and head and embedding and not head.has_values_of(embedding):
             raise ValueError(
                 f"{path / 'config.json'}: tie_word_embeddings is true, but {head.file.name} has a "
-                f"{HEAD_KEY} that differs from {EMBEDDING_KEY}: set it to false to use that head, "
-                "or remove the tensor"
+                f"{HEAD_KEY} that differs from {config.embedding_key}: set it to false to use that "
+                "head, or remove the tensor"
             )
         if not is_tied and head is None:
             owner += ", whose tie_word_embeddings is false"
