@@ -5,7 +5,8 @@ settings loads neither Paddle nor the other families, and a command loads what i
 outside of the package registers itself with one call of `register_family`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -61,6 +62,7 @@ class FamilyEntry:
         refusals: what is told where it has none, in place of `_REFUSALS`.
         sizes: how the names of its published sizes begin, in small letters; not needed of the
             first family.
+        processor: "module:Class" of its processor, where it has one of its own; named as HF's.
     """
 
     name: str
@@ -71,6 +73,7 @@ class FamilyEntry:
     capabilities: Mapping[str, str] = field(default_factory=dict)
     refusals: Mapping[str, str] = field(default_factory=dict)
     sizes: tuple[str, ...] = ()
+    processor: str = ""
 
     def settings_class(self) -> Any:
         return _loaded(self.settings)
@@ -242,6 +245,29 @@ def model_values(source: str | Path | dict[str, Any] | None) -> dict[str, Any]:
         return read_json_object(file, "a config.json") if file.is_file() else {}
     except (OSError, RuntimeError):
         return {}
+
+
+def processor_class(folder: Path, model_type: str | None = None) -> Any:
+    """The class of a folder's processor by the type of its model, else by the `processor_class` of
+    its files; None where no family has one of its own for it.
+
+    Args:
+        model_type: of the model; None for that of the folder's config.json.
+    """
+    model_type = model_type or model_values(folder).get("model_type")
+    names = [] if model_type else [*_named_processors(folder)]
+    for entry in _FAMILIES:
+        name = entry.processor.partition(":")[2]
+        if name and (model_type in entry.model_types or name in names):
+            return _loaded(entry.processor)
+    return None
+
+
+def _named_processors(folder: Path) -> Iterator[Any]:
+    for file in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
+        with suppress(OSError, RuntimeError):
+            if (folder / file).is_file():
+                yield read_json_object(folder / file, "a processor's file").get("processor_class")
 
 
 def _loaded(path: str) -> Any:

@@ -279,6 +279,7 @@ _qwen3_5 = Family(
     _mixed_of(written.MODEL_3_5), EVALUATED,
     tolerance=(1e-6, 1e-12), arrays=assert_near,
 )  # fmt: skip
+_ocr = Family(_mixed_of(written.MODEL_OCR), EVALUATED, micro_batches=4)
 # Rewards are differences of sums of some tens of nats, which float32 rounds to 4e-6.
 _pairs = Family(
     _pairs_of(written.TINY), (*PAIRS, MPO), tolerance=(1e-6, 4e-6),
@@ -312,6 +313,11 @@ FAMILIES: dict[str, Family] = {
     "packed, more heads": replace(_packed, write=_mixed_of(written.HEADS)),
     "qwen3.5": _qwen3_5,
     "qwen3.5 experts": replace(_qwen3_5, write=_mixed_of(written.EXPERTS_3_5)),
+    "paddleocr-vl": _ocr,
+    "paddleocr-vl packed": replace(
+        _ocr, settings=(*EVALUATED, *PACKED, "data.max_length=96"), micro_batches=2,
+        left_out=("packing_efficiency",), checks=(rows_are_full,),
+    ),
     # Of a base model whose head is untied; the language model is frozen at first.
     "dora": Family(written.untied, DORA, checks=(every_factor_was_trained,)),
     # Pairs with shared images, images of their own and none; the reference is computed in the run.
@@ -452,6 +458,14 @@ CONVERSATIONS = [
         mp2_pp2=(4, *MP2, *PP, BY_COST), sharding2_mp2_stage_3=(4, *MP2, *SHARDING, STAGE_3),
     ),
     *_rows("qwen3.5 experts", ITSELF, dp2_ep2_mp2=(4, *DP2, EP2, *MP2)),
+    *_rows("paddleocr-vl", ITSELF, False, mp2=(2, *MP2)),
+    *_rows(
+        "paddleocr-vl", ITSELF,
+        pp2=(2, *PP), sharding2=(2, *SHARDING), sharding2_stage_2=(2, *SHARDING, STAGE_2),
+        sharding2_stage_3=(2, *SHARDING, STAGE_3),
+        pp2_dp2_encoder_mp4=(4, *PP, *DP2, COLOCATED, ENCODER_4),
+    ),
+    *_rows("paddleocr-vl packed", cp2=(2, *CP), mp2_pp2=(4, *MP2, *PP)),
     *_rows(
         "dora", ITSELF, pp2=(2, *PP),
         mp2=(

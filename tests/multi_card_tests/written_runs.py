@@ -45,7 +45,7 @@ BALANCED = changed(
 )  # fmt: skip
 FEW_EXPERTS = _MOE | changed(TINY, **_FEW)
 FOUR_LAYERS = changed(TINY, num_hidden_layers=4)
-MODEL_3_5 = tiny_run.MODEL_3_5
+MODEL_3_5, MODEL_OCR = tiny_run.MODEL_3_5, tiny_run.MODEL_OCR
 EXPERTS_3_5 = changed(MODEL_3_5, shared_expert_intermediate_size=16, **_FEW)
 EXPERTS_3_5["model_type"] = "qwen3_5_moe"
 del EXPERTS_3_5["text_config"]["intermediate_size"]
