@@ -266,7 +266,8 @@ class VLRun(RunConfig):
             if self.compares_answers or has_sources(self.data.eval):
                 yield (
                     "train.eval asks the questions of conversations, and data.eval has pairs of "
-                    "answers or documents: remove train.eval"
+                    "answers or documents: remove train.eval, or give an entry of conversations "
+                    "its metrics, which tell it from one of documents"
                 )
         factor, ep = self.parallel.expert_capacity_factor, self.parallel.ep_degree
         if factor is not None and 1 < ep < factor:
