@@ -5,7 +5,7 @@ settings loads neither Paddle nor the other families, and a command loads what i
 outside of the package registers itself with one call of `register_family`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -62,7 +62,7 @@ class FamilyEntry:
         refusals: what is told where it has none, in place of `_REFUSALS`.
         sizes: how the names of its published sizes begin, in small letters; not needed of the
             first family.
-        processor: "module:Class" of its processor, where it has one of its own; named as HF's.
+        processor: "module:Class" of its processor, by HF's name; not needed of a policy.
     """
 
     name: str
@@ -248,26 +248,23 @@ def model_values(source: str | Path | dict[str, Any] | None) -> dict[str, Any]:
 
 
 def processor_class(folder: Path, model_type: str | None = None) -> Any:
-    """The class of a folder's processor by the type of its model, else by the `processor_class` of
-    its files; None where no family has one of its own for it.
+    """The class of a folder's processor, by the `processor_class` of its files, else by the type of
+    its model; of no family's the first's.
 
     Args:
         model_type: of the model; None for that of the folder's config.json.
     """
-    model_type = model_type or model_values(folder).get("model_type")
-    names = [] if model_type else [*_named_processors(folder)]
-    for entry in _FAMILIES:
-        name = entry.processor.partition(":")[2]
-        if name and (model_type in entry.model_types or name in names):
-            return _loaded(entry.processor)
-    return None
-
-
-def _named_processors(folder: Path) -> Iterator[Any]:
+    own = [entry for entry in _FAMILIES if entry.processor]
+    by_name = {entry.processor.partition(":")[2]: entry.processor for entry in own}
     for file in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
+        # What cannot be read is told by who needs it.
         with suppress(OSError, RuntimeError):
-            if (folder / file).is_file():
-                yield read_json_object(folder / file, "a processor's file").get("processor_class")
+            values = read_json_object(folder / file, "a processor's file")
+            if (name := values.get("processor_class")) in by_name:
+                return _loaded(by_name[name])
+    model_type = model_type or model_values(folder).get("model_type")
+    found = [entry.processor for entry in own if model_type in entry.model_types]
+    return _loaded((found or [own[0].processor])[0])
 
 
 def _loaded(path: str) -> Any:
@@ -313,6 +310,7 @@ for _entry in (
             "export": "paddle_vl.export.qwen3_vl.programs:to_export",
             "exported": "paddle_vl.export.qwen3_vl.exported:ExportedQwen3VL",
         },
+        processor=f"{_VLM}.inputs.processor:Qwen3VLProcessor",
     ),
     FamilyEntry(
         "Qwen3.5",
@@ -327,6 +325,7 @@ for _entry in (
             "with the model itself"
         },
         sizes=("qwen3.5-", "qwen3.6-", "qwen3.8-"),
+        processor=f"{_VLM}.inputs.processor:Qwen3VLProcessor",
     ),
     FamilyEntry(
         "PaddleOCR-VL",
@@ -340,6 +339,7 @@ for _entry in (
             "generate with the model itself"
         },
         sizes=("paddleocr-vl",),
+        processor=f"{_OCR}.inputs.processor:PaddleOCRVLProcessor",
     ),
     FamilyEntry(
         "pi07 policy",

@@ -170,7 +170,7 @@ class BestConfig(Section):
 
 
 # Numbers of evaluations that are lower where a model is better.
-LOWER_IS_BETTER = frozenset({"loss", "perplexity", "cer", "wer", "ned", "formula"})
+LOWER_IS_BETTER = frozenset({"loss", "perplexity", "cer", "wer", "ned", "ned_letters", "formula"})
 
 
 class GuardConfig(Section):

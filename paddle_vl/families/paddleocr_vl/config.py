@@ -9,7 +9,7 @@ Source: configuration_paddleocr_vl.py of HF transformers, and the hub's.
 """
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import field, fields
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -119,7 +119,7 @@ class PaddleOCRVisionConfig(VisionConfig):
     image_size: _Side = 384
     """side of the pictures that the table of positions was made for, in pixels"""
     layer_norm_eps: Annotated[Number, Field(gt=0, le=1)] = 1e-6
-    vision_use_head: bool = True
+    vision_use_head: bool = field(default=True, compare=False)
     """whether the checkpoint has a pooling head, which nothing reads"""
     aligns_corners: ClassVar[bool] = False
 

@@ -110,7 +110,8 @@ def test_a_guard_without_a_score_to_compare_with_is_refused():
 
 
 def step_of_final(folder: Path) -> int | None:
-    return Manifest.read(folder / "final").step
+    manifest = Manifest.read(folder / "final")
+    return manifest and manifest.step
 
 
 def test_a_fall_ends_the_run_with_the_model_before_it(run_file, guarded, tmp_path):
@@ -169,6 +170,7 @@ def test_a_signal_before_the_first_update_puts_the_baseline_off(run_file, guarde
     settings = [*guarded, "train.guard={metric: length, max_drop: 9.0}", "train.ema={decay: 0.5}"]
     trainer = build(run_file, tmp_path, *settings)
     evaluate = trainer.evaluate
+    assert evaluate is not None
 
     def interrupted(received, asks):
         os.kill(os.getpid(), signal.SIGTERM)

@@ -7,12 +7,13 @@ generation: 1.0's space would else become part of the answer's first word.
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, ClassVar
 
 from paddle_vl.families.paddleocr_vl.inputs.image_processor import PaddleOCRVLImageProcessor
 from paddle_vl.families.paddleocr_vl.inputs.tokenizer import (
+    ANSWER_TOKENS,
     CONVERSATION_START,
     IMAGE,
     IMAGE_END,
@@ -20,10 +21,11 @@ from paddle_vl.families.paddleocr_vl.inputs.tokenizer import (
     SENTENCE_END,
     SENTENCE_START,
     UNKNOWN,
+    VIDEO,
     train_tokenizer,
 )
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
-from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.inputs.processor import NO_TOKEN, VLProcessor
 from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer
 from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
 from paddle_vl.families.vlm.templates.encoding import MediaTokens, TemplateEncoder
@@ -113,6 +115,8 @@ class PaddleOCRVLProcessor(VLProcessor):
                 "chat_template.jinja from the checkpoint"
             )
         super().__init__(tokenizer, image_processor, video_processor, carried_files, template)
+        video = tokenizer.backend.token_to_id(VIDEO)
+        self.video_token_id = NO_TOKEN if video is None else video
         renderer: ChatTemplateRenderer = template.renderer
         prompt = renderer.render(_PROBE, add_generation_prompt=True).text
         if prompt.count(_PLACE) != 1:
@@ -152,16 +156,18 @@ class PaddleOCRVLProcessor(VLProcessor):
         min_pixels: int | None = None,
         max_pixels: int = 448 * 448,
         model_type: str | None = None,
+        answer_tokens: Sequence[str] = ANSWER_TOKENS,
     ) -> "PaddleOCRVLProcessor":
         """A processor for a small model with 1.5's template and a tokenizer trained on the texts;
         deterministic.
 
         Args:
-            vocab_size: upper limit of ids; 256 bytes, and 1015 tokens of control, places and
-                tables, are among them.
+            vocab_size: upper limit of ids; 256 bytes, the control tokens and the answers' are among
+                them.
             patch_size: side of a patch; 2 x 2 patches are one visual token. Pixels.
             min_pixels, max_pixels: area of a resized image; None for one visual token.
             model_type: not used, there is one.
+            answer_tokens: of tables and places, that are one token each.
 
         Raises:
             ValueError: the vocabulary is too small, or the areas exclude each other.
@@ -172,7 +178,7 @@ class PaddleOCRVLProcessor(VLProcessor):
             image_mean=(0.5, 0.5, 0.5), image_std=(0.5, 0.5, 0.5),
         )  # fmt: skip
         heads = ("User: ", *HEADS.values(), *TASK_PROMPTS.values())
-        tokenizer = train_tokenizer([*heads, *texts], vocab_size)
+        tokenizer = train_tokenizer([*heads, *texts], vocab_size, answer_tokens)
         special = {
             "cls_token": CONVERSATION_START, "bos_token": SENTENCE_START,
             "eos_token": SENTENCE_END, "pad_token": UNKNOWN, "unk_token": UNKNOWN,

@@ -24,6 +24,8 @@ from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer
 UNKNOWN, SENTENCE_START, SENTENCE_END = "<unk>", "<s>", "</s>"
 CONVERSATION_END, CONVERSATION_START = "<|end_of_sentence|>", "<|begin_of_sentence|>"
 IMAGE_START, IMAGE, IMAGE_END = "<|IMAGE_START|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_END|>"
+# Of config.json, where no model has videos.
+VIDEO = "<|video_pad|>"
 # Tokens of answers, which decoding keeps.
 ANSWER_TOKENS = (*(f"<|LOC_{value}|>" for value in range(UNITS + 1)), *TAGS)
 _FIRST = (UNKNOWN, SENTENCE_START, SENTENCE_END, CONVERSATION_END, CONVERSATION_START)
@@ -45,7 +47,8 @@ def train_tokenizer(
     Raises:
         ValueError: the vocabulary cannot hold 256 bytes and the tokens.
     """
-    last = (IMAGE, IMAGE_START, IMAGE_END, *answer_tokens)
+    media = (IMAGE, VIDEO, IMAGE_START, IMAGE_END)
+    last = (*media, *answer_tokens)
     fixed = len(_FIRST) + len(_BYTES) + len(last)
     trained = Tokenizer(models.BPE())
     trained.normalizer = normalizers.Replace(" ", _SPACE)
@@ -78,8 +81,7 @@ def train_tokenizer(
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     )
-    control = (*_FIRST, IMAGE, IMAGE_START, IMAGE_END)
-    tokenizer.add_special_tokens([_added(token, True) for token in control])
+    tokenizer.add_special_tokens([_added(token, True) for token in (*_FIRST, *media)])
     tokenizer.add_tokens([_added(token, False) for token in answer_tokens])
     return TextTokenizer(tokenizer, hf_class=HF_CLASS)
 

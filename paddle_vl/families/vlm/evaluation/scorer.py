@@ -253,6 +253,11 @@ def answer_to(question: Question, text: str) -> Answer:
     )
 
 
+def expected_answer(question: Question) -> Answer:
+    """The first reference as if it were the answer."""
+    return answer_to(question, question.asked.references[0])
+
+
 class Scorer:
     """Scores answers, each with the metrics of its row's source.
 
@@ -274,11 +279,15 @@ class Scorer:
         Raises:
             ValueError: there is no such metric, or it cannot use a question.
         """
-        return [*self.overall([answer_to(each, each.asked.references[0]) for each in questions])[0]]
+        return [*self.overall([*map(expected_answer, questions)])[0]]
 
     def overall(self, answers: Sequence[Answer]) -> tuple[dict[str, float], list[Answer]]:
-        """Scores of all answers by name, of those to a named source as `NAME/SOURCE`, and the
-        answers with their own; see `__call__`."""
+        """Scores of all answers by name, and the answers with their own; see `__call__`."""
+        scores, answers = self._of_groups({"": [*range(len(answers))]}, answers)
+        return scores[""], answers
+
+    def by_source(self, answers: Sequence[Answer]) -> tuple[dict[str, float], list[Answer]]:
+        """The same, with scores of the answers to each named source as `NAME/SOURCE`."""
         groups: dict[str, list[int]] = {"": [*range(len(answers))]}
         for place, answer in enumerate(answers):
             if answer.asked.source is not None:

@@ -76,7 +76,8 @@ def _found(model_class: Any, folder: Path, base: Path, engine: EngineRules) -> F
         if Finding.MISSING not in dict(files):
             yield from _refusal(check_processor_fits, config, VLProcessor.from_pretrained(base))
         if folder != base:
-            adapter = StoredAdapter.read(folder)
+            names = model_class.checkpoint_map
+            adapter = StoredAdapter.read(folder, getattr(names, "key_here", str))
             adapter.tensors.update(as_here(adapter.tensors, config))
             on_base = with_head(adapter, stored, config.embedding_key) if is_tied else stored
             yield from _refusal(adapter.merged, on_base)

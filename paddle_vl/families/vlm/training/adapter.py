@@ -49,7 +49,7 @@ def merge_adapter(
     """
     base = base_folder(folder, base)
     config, names = model_class.config_class.from_pretrained(base), model_class.checkpoint_map
-    adapter = StoredAdapter.read(folder)
+    adapter = StoredAdapter.read(folder, getattr(names, "key_here", str))
     adapter.tensors.update(names.tensors_as_here(adapter.tensors, config))
     stored = names.tensors_as_here(checkpoint_tensors(base), config)
     config, embedding = config.tied_by(stored), config.embedding_key
@@ -57,6 +57,8 @@ def merge_adapter(
         stored = with_head(adapter, stored, embedding)
         config = config.with_tie(HEAD_KEY not in stored)
     tensors = adapter.merged(stored)
+    if (folder_of := getattr(names, "folder_of", None)) is not None:
+        config, tensors = folder_of(config, tensors)
     out.mkdir(parents=True, exist_ok=True)
     write_tensors(out, "model", tensors, DEFAULT_SHARD_BYTES)
     dtype = {"torch_dtype": chosen_dtype("auto", {embedding: stored[embedding]})}
