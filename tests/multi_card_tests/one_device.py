@@ -331,6 +331,7 @@ FAMILIES: dict[str, Family] = {
         _ocr, write=written.document_base, settings=(*EVALUATED, *BASE, ALL_LINEAR_DORA),
         checks=(every_factor_was_trained,),
     ),
+    "paddleocr-vl, pairs": replace(_pairs, write=_pairs_of(written.MODEL_OCR)),
     "paddleocr-vl packed": replace(
         _ocr, settings=(*EVALUATED, *PACKED, "data.max_length=96"), micro_batches=2,
         left_out=("packing_efficiency",), checks=(rows_are_full,),
@@ -491,6 +492,7 @@ CONVERSATIONS = [
         "paddleocr-vl, dora", ITSELF,
         mp2=(2, *MP2), pp2_encoder_mp4=(4, *PP, *DP2, COLOCATED, ENCODER_4),
     ),
+    *_rows("paddleocr-vl, pairs", mp2_pp2=(4, *MP2, *PP)),
     *_rows("paddleocr-vl packed", cp2=(2, *CP), mp2_pp2=(4, *MP2, *PP)),
     *_rows(
         "dora", ITSELF, pp2=(2, *PP),
