@@ -260,6 +260,10 @@ VLM_CAPABILITIES = {
     "shown_samples": f"{_VLM}.training.shown_samples:shown_samples",
     "questions": f"{_VLM}.answering.questions:asked_questions",
 }
+_EXPORTED_VL = {
+    "export": "paddle_vl.export.qwen3_vl.programs:to_export",
+    "exported": "paddle_vl.export.qwen3_vl.exported:ExportedQwen3VL",
+}
 _OCR = "paddle_vl.families.paddleocr_vl"
 _PI07, _PI07_EXPORT = "paddle_vl.families.pi07", "paddle_vl.export.pi07"
 _OF_BOTH_POLICIES = {
@@ -282,11 +286,7 @@ for _entry in (
         f"{_VLM}.settings:VLRun",
         "paddle_vl.families.qwen3_vl.recipe:Qwen3VLRecipe",
         "paddle_vl.families.qwen3_vl.model:Qwen3VLForConditionalGeneration",
-        VLM_CAPABILITIES
-        | {
-            "export": "paddle_vl.export.qwen3_vl.programs:to_export",
-            "exported": "paddle_vl.export.qwen3_vl.exported:ExportedQwen3VL",
-        },
+        VLM_CAPABILITIES | _EXPORTED_VL,
     ),
     FamilyEntry(
         "Qwen3.5",
@@ -308,11 +308,7 @@ for _entry in (
         f"{_OCR}.settings:PaddleOCRVLRun",
         f"{_OCR}.recipe:PaddleOCRVLRecipe",
         f"{_OCR}.model:PaddleOCRVLForConditionalGeneration",
-        VLM_CAPABILITIES,
-        {
-            "export": f"{_CANNOT_EXPORT}: PaddleX runs the folder itself, see check-folder; "
-            "generate with the model itself"
-        },
+        VLM_CAPABILITIES | _EXPORTED_VL,
         sizes=("paddleocr-vl",),
     ),
     FamilyEntry(
