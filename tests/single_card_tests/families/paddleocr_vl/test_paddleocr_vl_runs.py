@@ -22,7 +22,8 @@ RESUMED = ("train.save_steps=2", "train.resume_from_checkpoint=auto")
 
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory) -> Path:
-    return write_tiny_run(tmp_path_factory.mktemp("run"), model=MODEL_OCR)
+    model = MODEL_OCR | {"num_hidden_layers": 2}
+    return write_tiny_run(tmp_path_factory.mktemp("run"), model=model)
 
 
 @pytest.fixture(scope="module")
