@@ -282,9 +282,7 @@ _mixed = Family(
     _mixed_of(written.MODEL), (*EVALUATED, BEST),
     micro_batches=4, checks=(best_is_that_of_one_device, answers_differ),
 )  # fmt: skip
-_guarded = replace(
-    _mixed, settings=(*EVALUATED, *GUARDED), checks=(guard_is_that_of_one_device,)
-)
+_guarded = replace(_mixed, settings=(*EVALUATED, *GUARDED), checks=(guard_is_that_of_one_device,))
 _experts = replace(
     _mixed, write=_mixed_of(written.EXPERTS),
     checks=(best_is_that_of_one_device, assert_same_answers),
