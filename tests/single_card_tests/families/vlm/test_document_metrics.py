@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paddle_vl.config.schema import LOWER_IS_BETTER
+from paddle_vl.config.guard_settings import LOWER_IS_BETTER
 from paddle_vl.families.vlm.evaluation.document_metrics import table_similarity
 from paddle_vl.families.vlm.evaluation.edit_distance import Tree, edit_distance, tree_edit_distance
 from paddle_vl.families.vlm.evaluation.metrics import Scored, metric_named
