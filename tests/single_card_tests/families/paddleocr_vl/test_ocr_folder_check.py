@@ -25,7 +25,7 @@ from tests.single_card_tests.families.vlm.test_folder_check import (
 from tests.support.ocr_folders import GOLDEN, TABLE, write_folder
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-PROBE = "visual.vision_model.head.probe"
+SHARD = "model-00001-of-00001.safetensors"
 NORM = "model.norm.weight"
 LIMITS = {"min_pixels": 1536, "max_pixels": 15360}
 
@@ -53,20 +53,15 @@ def nested(folder: Path) -> None:
     shutil.copyfile(GOLDEN / "models" / "tied" / "config.json", folder / "config.json")
 
 
-def under_another_name(folder: Path) -> None:
-    """The weights as PaddleFormers writes them."""
-    (folder / WEIGHTS).rename(folder / "model-00001-of-00001.safetensors")
-    index(folder)
-
-
 def index(folder: Path) -> None:
-    written(INDEX, {"weight_map": {NORM: "model-00001-of-00001.safetensors"}})(folder)
+    names = dict.fromkeys(load_file(folder / WEIGHTS), SHARD)
+    written(INDEX, {"metadata": {"total_size": 1}, "weight_map": names})(folder)
 
 
 def sharded(folder: Path) -> None:
-    names = list(load_file(folder / WEIGHTS))
-    (folder / WEIGHTS).rename(folder / "model-00001-of-00001.safetensors")
-    written(INDEX, {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")})(folder)
+    """Weights under the name that PaddleFormers gives them."""
+    index(folder)
+    (folder / WEIGHTS).rename(folder / SHARD)
 
 
 def without_pooling(arrays: dict[str, np.ndarray]) -> None:
@@ -77,10 +72,6 @@ def without_pooling(arrays: dict[str, np.ndarray]) -> None:
 def pooling_is_switched_off(folder: Path) -> None:
     tensors(without_pooling)(folder)
     config(lambda v: v["vision_config"].update(vision_use_head=False))(folder)
-
-
-def separate_head(folder: Path) -> None:
-    tensors(lambda a: a.update({"lm_head.weight": a["lm_head.weight"] + 1}))(folder)
 
 
 def template_of_1_0(folder: Path) -> None:
@@ -113,7 +104,7 @@ ROWS: dict[str, Row] = {
     ),
     "weights under another name": Row(
         sharded,
-        {"paddlex": (f"missing: {WEIGHTS}", "refused: model-00001-of-00001.safetensors: PaddleX")},
+        {"paddlex": (f"missing: {WEIGHTS}", f"refused: {SHARD}: PaddleX")},
         "refused: ValueError: No Paddle model files",
     ),
     "an index that is left over": Row(
@@ -127,7 +118,8 @@ ROWS: dict[str, Row] = {
         "refused: assert",
     ),
     "a head that is not the embedding": Row(
-        separate_head, {"vllm": ("lost: lm_head.weight differs from the embedding, ",)}, "equal"
+        tensors(lambda a: a.update({"lm_head.weight": a["lm_head.weight"][::-1].copy()})),
+        {"vllm": ("lost: lm_head.weight differs from the embedding, ",)}, "equal"
     ),
     "no packing table": Row(
         tensors(lambda a: a.pop(TABLE)), {"paddlex": (f"refused: {LACKS}{TABLE}",)},
