@@ -306,7 +306,7 @@ def rotary_settings(
     if kind not in kinds or interleaved is not interleaves:
         raise ValueError(
             f"{where}: rope_type is {shown(kind)} and mrope_interleaved {shown(interleaved)}; only "
-            f"{kinds[0]!r} and {shown(interleaves)} are supported"
+            f"{kinds[0]!r} and {str(interleaves).lower()} are supported"
         )
     return rope
 
