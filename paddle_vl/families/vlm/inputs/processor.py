@@ -312,16 +312,34 @@ class VLProcessor(ChatInputs):
             if str(file.relative_to(directory)) not in files:
                 file.unlink(missing_ok=True)
 
+    def task_prompt(self, name: str) -> str:
+        """The question of a task.
+
+        Raises:
+            ValueError: the model has no such task.
+        """
+        if name not in self.task_prompts:
+            known = ", ".join(self.task_prompts) or "none"
+            raise ValueError(f"the model has no task {name!r}; its tasks are: {known}")
+        return self.task_prompts[name]
+
     def with_max_pixels(self, max_pixels: int) -> "VLProcessor":
         """The processor with another area of a resized image at most; pixels."""
         processor = copy(self)
         processor.image_processor = self.image_processor.replaced(max_pixels=max_pixels)
         return processor
 
+    def refusing_shrunk(self) -> "VLProcessor":
+        """The processor that takes no image with more pixels than the area at most."""
+        processor = copy(self)
+        processor.image_processor = self.image_processor.replaced(refuses_shrinking=True)
+        return processor
+
     def fingerprint(self) -> str:
         """Hash of the tokenizer, of the settings of the image and video processors, and of a chat
         template that differs from the built-in one."""
         settings: list[Any] = [self.image_processor.to_dict(), self.video_processor.to_dict()]
+        settings += ["refuses shrinking"] if self.image_processor.refuses_shrinking else []
         if (template := self.template.description()) is not None:
             settings.append(template)
         content = self.tokenizer.to_json() + json.dumps(settings, sort_keys=True)
