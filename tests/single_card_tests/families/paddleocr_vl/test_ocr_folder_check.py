@@ -84,6 +84,13 @@ def named(name: str) -> Callable[[Path], object]:
     return lambda folder: (folder / "inference.yml").write_text(text)
 
 
+def in_layout_of_transformers(folder: Path) -> None:
+    model = PaddleOCRVLForConditionalGeneration.from_pretrained(folder)
+    model.save_layout = "transformers"
+    model.save_pretrained(folder)
+
+
+MODULES = "refused: names of transformers' modules, as model.language_model."
 LACKS, OTHERS = "tensors that the folder lacks: ", "tensors that the model does not have: "
 SHAPE = f"refused: tensors of another shape: {TABLE} [64, 32], not [32768, 32]"
 ROWS: dict[str, Row] = {
@@ -104,7 +111,7 @@ ROWS: dict[str, Row] = {
     ),
     "weights under another name": Row(
         sharded,
-        {"paddlex": (f"missing: {WEIGHTS}", f"refused: {SHARD}: PaddleX")},
+        {"paddlex": (f"missing: {WEIGHTS}: PaddleX reads one file of this name",)},
         "refused: ValueError: No Paddle model files",
     ),
     "an index that is left over": Row(
@@ -146,14 +153,16 @@ ROWS: dict[str, Row] = {
          "transformers": (f"ignored: {OTHERS}extra",)},
         "refused: assert",
     ),
+    "names of transformers' modules": Row(
+        in_layout_of_transformers,
+        dict.fromkeys(("paddlex", "vllm", "fastdeploy"), (MODULES,)), "refused: ValueError",
+    ),
     "no tokenizer of SentencePiece": Row(
         without("tokenizer.model"), {"paddlex": ("missing: tokenizer.model",)}, "refused: TypeError"
     ),
     "no chat template": Row(
         without("chat_template.jinja"),
-        {"paddlex": ("missing: chat_template.jinja", "missing: a chat template: "),
-         "vllm": ("missing: a chat template: ",), "fastdeploy": ("missing: a chat template: ",),
-         "transformers": ("missing: a chat template: ",)},
+        dict.fromkeys(ENGINES, ("missing: a chat template: chat_template.jinja",)),
         "refused: FileNotFoundError",
     ),
     "no settings of images": Row(
