@@ -1,5 +1,5 @@
-"""PaddleX itself on folders of this package, by tools/check_paddlex.py. Its environment is made from
-PyPI, or is that of the interpreter PADDLEX_PYTHON."""
+"""PaddleX itself on folders of this package, by tools/check_paddlex.py. Its environment is made
+from PyPI, or is that of the interpreter PADDLEX_PYTHON."""
 
 import json
 import os
