@@ -5,7 +5,6 @@ tells them apart, so a folder without one is refused. Prompt and answer are toke
 generation: 1.0's space would else become part of the answer's first word.
 """
 
-import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -15,6 +14,7 @@ from paddle_vl.families.paddleocr_vl.inputs.image_processor import PaddleOCRVLIm
 from paddle_vl.families.paddleocr_vl.inputs.tokenizer import (
     ANSWER_TOKENS,
     CONVERSATION_START,
+    HF_CLASS,
     IMAGE,
     IMAGE_END,
     IMAGE_START,
@@ -69,7 +69,7 @@ TEMPLATE = f"""\
     {{%- elif message.role == 'assistant' %}}
         {{{{- 'Assistant:\\n' ~ text ~ '{SENTENCE_END}' }}}}
     {{%- else %}}
-        {{{{- text ~ '\\n' }}}}
+        {{%- for each in texts %}}{{{{- each.text ~ '\\n' }}}}{{%- endfor %}}
     {{%- endif %}}
 {{%- endfor %}}
 {{%- if add_generation_prompt %}}
@@ -96,6 +96,13 @@ class PaddleOCRVLProcessor(VLProcessor):
     # Early templates of 1.0 print an image by it, without what encloses it.
     hidden_variables = ("image_token", "video_token")
     cuts_answers = True
+    special_tokens_map: ClassVar[dict[str, Any]] = {
+        "cls_token": CONVERSATION_START,
+        "bos_token": SENTENCE_START,
+        "eos_token": SENTENCE_END,
+        "pad_token": UNKNOWN,
+        "unk_token": UNKNOWN,
+    }
     task_prompts = TASK_PROMPTS
 
     def __init__(
@@ -181,22 +188,21 @@ class PaddleOCRVLProcessor(VLProcessor):
         )  # fmt: skip
         heads = ("User: ", *HEADS.values(), *TASK_PROMPTS.values())
         tokenizer = train_tokenizer([*heads, *texts], vocab_size, answer_tokens)
-        special = {
-            "cls_token": CONVERSATION_START, "bos_token": SENTENCE_START,
-            "eos_token": SENTENCE_END, "pad_token": UNKNOWN, "unk_token": UNKNOWN,
-        }  # fmt: skip
-        settings = {
-            "add_bos_token": False, "add_eos_token": False, "tokenizer_class": tokenizer.hf_class,
-            "processor_class": cls.__name__, "clean_up_tokenization_spaces": False, **special,
-        }  # fmt: skip
-        carried = {
-            "tokenizer_config.json": json.dumps(settings, indent=2) + "\n",
-            "special_tokens_map.json": json.dumps(special, indent=2) + "\n",
-            "chat_template.jinja": TEMPLATE,
-        }
+        name = "the template of 1.5"
         template = TemplateEncoder(
-            ChatTemplateRenderer(TEMPLATE, datetime.now(), special, name="the template of 1.5"),
+            ChatTemplateRenderer(TEMPLATE, datetime.now(), cls.special_tokens_map, name=name),
             tokenizer.backend,
             **cls.template_settings(),
         )
-        return cls(tokenizer, images, None, carried, template)
+        return cls(tokenizer, images, None, {"chat_template.jinja": TEMPLATE}, template)
+
+    def _tokenizer_config(self) -> dict[str, Any]:
+        # Without add_bos_token PaddleX puts <s> in front of every prompt.
+        return {
+            "add_bos_token": False,
+            "add_eos_token": False,
+            "clean_up_tokenization_spaces": False,
+            "processor_class": type(self).__name__,
+            "tokenizer_class": HF_CLASS,
+            **self.special_tokens_map,
+        }
