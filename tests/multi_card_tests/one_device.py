@@ -135,6 +135,16 @@ def best_is_that_of_one_device(several: Path, one: Path) -> None:
     assert [Manifest.read(run / "final").step for run in (several, one)] == [best["step"]] * 2
 
 
+def guard_is_that_of_one_device(several: Path, one: Path) -> None:
+    guard, same = (
+        json.loads((run / "checkpoint-4" / STATE_FILE).read_text())["guard"]
+        for run in (several, one)
+    )
+    assert guard == same
+    assert guard["before"] != guard["last"]
+    assert [Manifest.read(run / "final").step for run in (several, one)] == [4, 4]
+
+
 def answers_differ(several: Path, one: Path) -> None:
     assert len({*assert_same_answers(several, one)}) > 1
 
@@ -216,6 +226,12 @@ EVALUATED = (
     *("train.eval_steps=2", "train.per_device_eval_batch_size=1", "train.eval={max_new_tokens: 5}"),
 )
 BEST = "train.best={metric: exact_match, mode: min, load_at_end: true}"
+# The first one falls, the second one writes final/ after every evaluation.
+GUARDED = (
+    "data.eval=[{path: $RUN/test.jsonl, name: text, metrics: [cer, exact_match]}]",
+    "train.guard=[{metric: cer, max_drop: 0.0, action: warn}, "
+    "{metric: exact_match, max_drop: 1.0}]",
+)
 # Two to five samples per row, the longest with 80 tokens; an epoch is one step.
 PACKED = ("data.packing=true", "data.packing_length=192", "data.max_vision_tokens_per_row=20")
 BASE = ("model.config=null", "model.pretrained=$RUN/base")
@@ -275,6 +291,7 @@ _mixed = Family(
     _mixed_of(written.MODEL), (*EVALUATED, BEST),
     micro_batches=4, checks=(best_is_that_of_one_device, answers_differ),
 )  # fmt: skip
+_guarded = replace(_mixed, settings=(*EVALUATED, *GUARDED), checks=(guard_is_that_of_one_device,))
 _experts = replace(
     _mixed, write=_mixed_of(written.EXPERTS),
     checks=(best_is_that_of_one_device, assert_same_answers),
@@ -318,6 +335,7 @@ FAMILIES: dict[str, Family] = {
         _mixed_of(written.BALANCED), (*SAVED, "train.max_steps=2"),
         samples=1, micro_batches=4, by_rank=True, left_out=("tokens_per_expert",),
     ),
+    "guarded": _guarded,
     "packed": _packed,
     "packed, more heads": replace(_packed, write=_mixed_of(written.HEADS)),
     "qwen3.5": _qwen3_5,
@@ -427,6 +445,9 @@ CONVERSATIONS = [
         cp2_of_sharding4_stage_3=(4, SHARDING_4, *CP[1:], STAGE_3, "train.recompute=mlp"),
         dp2_mp2_pp2_batched=(8, *DP2, *MP2, *PP, BATCHED),
     ),
+    # The head, and so the answers, are on the last stage.
+    *_rows("guarded", "", False, pp2=(2, *PP)),
+    *_rows("guarded", ITSELF, mp2_sharding2_stage_3=(4, *MP2, *SHARDING, STAGE_3)),
     # Ranks with nothing to train keep in step: a stage, or sharding units.
     *_rows("frozen language", pp2=(2, *PP), sharding2_stage_3=(2, *SHARDING, STAGE_3)),
     *_rows(
@@ -608,7 +629,7 @@ def stored(checkpoint: Path) -> dict[str, np.ndarray]:
     return {name: tensor.read() for name, tensor in headers.items()} | load_file(file)
 
 
-def assert_equals(family: Family, found: Path, wanted: Path, lacking: str, first: int = 1) -> None:
+def assert_equals(family: Family, found: Path, wanted: Path, lacking: str, first: int = 0) -> None:
     """Assert that the lines from a step on, and the last checkpoint, are equal."""
     lines = lasting_metrics(found)
     theirs = [line for line in lasting_metrics(wanted) if line["step"] >= first]

@@ -1,4 +1,4 @@
-"""Golden cases of PaddleOCR-VL: forward and backward, generation, trajectories.
+"""Golden cases of PaddleOCR-VL: forward and backward, generation, trajectories; inputs.
 
 Tolerances are those of the golden README, for float32: activations and logits 2e-5 absolute, loss
 5e-6, gradients 2e-5 relative to the largest entry of each tensor; of statistics of a gradient the
@@ -16,6 +16,7 @@ from paddle_vl.batch.positions import PatchRows, frame_runs, in_blocks, patch_pl
 from paddle_vl.nn.attention import Segments, vision_tables
 from parity.comparison import CaseReport
 from parity.golden import PaddleOCRFolders, QwenCase
+from parity.paddleocr_vl_inputs import compare_processor, compare_templates
 from parity.qwen_vl import (
     compare_generated,
     compare_gradients,
@@ -30,7 +31,10 @@ from parity.recording import Recording, array
 FOLDERS = PaddleOCRFolders
 ACTIVATION, LOSS, GRADIENT, TRAJECTORY = 2e-5, 5e-6, 2e-5, 1e-4
 # What compares cases without a model, by kind: called with the case and the scale of tolerances.
-OF_INPUTS: dict[str, Callable[[QwenCase, float], Iterator[CaseReport]]] = {}
+OF_INPUTS: dict[str, Callable[[QwenCase, float], Iterator[CaseReport]]] = {
+    "processor": compare_processor,
+    "templates": compare_templates,
+}
 
 
 def run_cases(golden: PaddleOCRFolders, cases: list[QwenCase], scale: float, dtype: str):
