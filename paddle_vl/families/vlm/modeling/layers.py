@@ -43,6 +43,7 @@ from paddle_vl.nn.linear import Columns, Linear, split_columns
 from paddle_vl.nn.operations import (
     GemmaRMSNorm,
     LayerNorm,
+    MaskGradient,
     RMSNorm,
     activation,
     gelu,
@@ -209,7 +210,9 @@ def decoder_positions(config: VLConfig, position_ids: Tensor) -> dict[str, Any]:
     text = config.text_config
     # Two channels for every slot; of a head that is wider, the first ones are rotated.
     rotated = 2 * sum(text.mrope_section)
-    tables = mrope_tables(position_ids, rotated, text.rope_theta, text.mrope_section)
+    tables = mrope_tables(
+        position_ids, rotated, text.rope_theta, text.mrope_section, text.mrope_interleaves
+    )
     return {"position_ids": position_ids, "rotary_pos_emb": tables}
 
 
@@ -273,6 +276,9 @@ class GPTEmbedding(nn.Layer):
         """
         inputs = decoder_inputs(self.config, self.placement.ops, batch)
         rows = self.embed_tokens(batch.input_ids)
+        if (padding := self.text.padding_idx) is not None:
+            # As of torch's embedding: that token's row is read, and gets no gradient.
+            rows = MaskGradient.apply(rows, batch.input_ids != padding)
         hidden_TD = self.placement.ops.enter_rows(rows.reshape([-1, rows.shape[-1]]))
         if features is None:
             return inputs | {"hidden_states": hidden_TD}
@@ -318,6 +324,7 @@ class VLSelfAttention(nn.Layer):
     their first channels as the rotary tables have.
 
     Args:
+        norm_class: of queries and keys; None rotates them as they are.
         is_gated: a query head's projection has the query, then a gate, by whose sigmoid the head's
             output is multiplied.
     """
@@ -326,7 +333,7 @@ class VLSelfAttention(nn.Layer):
         self,
         config: Any,
         placement: Placement,
-        norm_class: type[RMSNorm | GemmaRMSNorm] = RMSNorm,
+        norm_class: type[RMSNorm | GemmaRMSNorm] | None = RMSNorm,
         is_gated: bool = False,
     ):
         super().__init__()
@@ -342,8 +349,10 @@ class VLSelfAttention(nn.Layer):
         ]
         self.qkv_proj = placement.layers.projections(width, columns, std)
         self.o_proj = placement.layers.row_linear(query_width, width, std)
-        self.q_norm = placement.layers.head_wise(norm_class(config.head_dim, epsilon))
-        self.k_norm = placement.layers.head_wise(norm_class(config.head_dim, epsilon))
+        self.has_norms = norm_class is not None
+        if norm_class is not None:
+            self.q_norm = placement.layers.head_wise(norm_class(config.head_dim, epsilon))
+            self.k_norm = placement.layers.head_wise(norm_class(config.head_dim, epsilon))
 
     def forward(
         self,
@@ -362,10 +371,14 @@ class VLSelfAttention(nn.Layer):
         if self.is_gated:
             gated = q_BLNH.reshape([-1, length, q_BLNH.shape[2] // 2, 2 * width])
             q_BLNH, gate_BLNH = paddle.split(gated, 2, axis=-1)
-        norm, weights = self.q_norm, (self.q_norm.weight, self.k_norm.weight)
-        q_BLNH, k_BLKH = normed_rotary(
-            q_BLNH, k_BLKH, tables.astype(x_TD.dtype), *weights, norm.epsilon, norm.offset
-        )
+        tables = tables.astype(x_TD.dtype)
+        if self.has_norms:
+            norm, weights = self.q_norm, (self.q_norm.weight, self.k_norm.weight)
+            q_BLNH, k_BLKH = normed_rotary(
+                q_BLNH, k_BLKH, tables, *weights, norm.epsilon, norm.offset
+            )
+        else:
+            q_BLNH, k_BLKH = apply_rotary(q_BLNH, k_BLKH, tables)
         if cache is not None:
             out_BLNH = cache.attend(q_BLNH, k_BLKH, v_BLKH, key_bias)
         else:
