@@ -66,8 +66,9 @@ def train_tokenizer(
             f"texts need {len(names) + len(last)}"
         )
     # Pairs, or in older versions of the library their texts.
-    merges = json.loads(trained.to_str())["model"]["merges"]
-    merges = [tuple(each.split(" ")) if isinstance(each, str) else tuple(each) for each in merges]
+    stored = json.loads(trained.to_str())["model"]["merges"]
+    pairs = (each.split(" ") if isinstance(each, str) else each for each in stored)
+    merges = [(left, right) for left, right in pairs]
     tokenizer = Tokenizer(
         models.BPE(
             vocab={name: number for number, name in enumerate(names)},
