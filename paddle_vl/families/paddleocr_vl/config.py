@@ -131,7 +131,7 @@ class PaddleOCRVLConfig(VLConfig):
     embedding_key: ClassVar[str] = "model.embed_tokens.weight"
 
     text_config: PaddleOCRTextConfig
-    vision_config: PaddleOCRVisionConfig
+    vision_config: PaddleOCRVisionConfig = field(default_factory=PaddleOCRVisionConfig)
 
     def tied_by(self, stored: Mapping[str, Any]) -> "PaddleOCRVLConfig":
         # The hub's files say false, also where both tensors are equal.
@@ -172,7 +172,7 @@ class PaddleOCRVLConfig(VLConfig):
         known, _ = known_values(cls, values, INERT_KEYS, "a configuration of PaddleOCR-VL")
         inert_text = (INERT_KEYS | _INERT_TEXT.keys()) - {"pad_token_id"}
         types = (f"{_TYPE}_text", _TYPE), (f"{_TYPE}_vision", _TYPE)
-        sections = {
+        sections: dict[str, Any] = {
             "text_config": typed_section(
                 PaddleOCRTextConfig, text, "text_config", types[0], inert_text
             ),
