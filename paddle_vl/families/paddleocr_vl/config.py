@@ -55,7 +55,6 @@ _ONLY_TEXT: dict[str, Any] = {
     "rope_is_neox_style": True,
     "sliding_window": None,
     "use_3d_rope": True,
-    "use_bias": False,
 }
 _ONLY_VISION: dict[str, Any] = {"attention_dropout": 0.0, "num_channels": 3}
 # Keys without effect on a model's numbers, as the hub's files have them.
@@ -88,6 +87,8 @@ class PaddleOCRTextConfig(DenseText):
     max_position_embeddings: Annotated[int, Field(ge=1, le=1 << 40)]
     pad_token_id: TokenId | None = 0
     """the token whose embedding gets no gradient"""
+    use_bias: bool = False
+    """whether the linears of the layers have biases, which no published model has"""
     initializer_range: Spread = 0.02
     mrope_interleaves: ClassVar[bool] = False
 

@@ -47,10 +47,11 @@ TASK_PROMPTS = {
     "spotting": "Spotting:",
     "seal": "Seal Recognition:",
 }
+_QUESTION = "Wq?"
 _PROBE: Any = [
     {
         "role": "user",
-        "content": [{"type": "image", "image": "image"}, {"type": "text", "text": "Wq?"}],
+        "content": [{"type": "image", "image": "image"}, {"type": "text", "text": _QUESTION}],
     }
 ]
 _PLACE = IMAGE_START + IMAGE + IMAGE_END
@@ -78,10 +79,26 @@ TEMPLATE = f"""\
 """
 
 
+def answer_opening(renderer: ChatTemplateRenderer) -> str:
+    """What a template writes in front of an answer, behind the question's line.
+
+    Raises:
+        ValueError: it writes an image in another way than PaddleOCR-VL's.
+    """
+    prompt = renderer.render(_PROBE, add_generation_prompt=True).text
+    if prompt.count(_PLACE) != 1:
+        raise ValueError(
+            f"{renderer.name} writes an image of a question as {prompt!r}; {_PLACE} is needed "
+            "once: take the template of the checkpoint"
+        )
+    return prompt.partition(_QUESTION)[2].removeprefix("\n")
+
+
 class PaddleOCRVLProcessor(VLProcessor):
     """Encodes conversations about images; see `VLProcessor`.
 
     Attributes:
+        opening: what the template writes in front of an answer, behind the question's line.
         version: of the template: `1.0`, `1.5` (which is also 1.6's), or None for another one.
     """
 
@@ -128,24 +145,22 @@ class PaddleOCRVLProcessor(VLProcessor):
         video = tokenizer.backend.token_to_id(VIDEO)
         self.video_token_id = NO_TOKEN if video is None else video
         renderer: ChatTemplateRenderer = template.renderer
-        prompt = renderer.render(_PROBE, add_generation_prompt=True).text
-        if prompt.count(_PLACE) != 1:
-            raise ValueError(
-                f"{renderer.name} writes an image of a question as {prompt!r}; {_PLACE} is needed "
-                "once: take the template of the checkpoint"
-            )
-        self.version = next((name for name in HEADS if prompt.endswith(HEADS[name])), None)
+        self.opening = answer_opening(renderer)
+        self.version = next((name for name in HEADS if HEADS[name] == self.opening), None)
         self._carried_files.setdefault(INFERENCE_FILE, inference_settings(self.version))
-        self._tell(renderer.name, prompt)
+        self._tell(renderer.name)
 
-    def _tell(self, name: str, prompt: str) -> None:
+    def _tell(self, name: str) -> None:
         """Say which version the template and the limits of images are of."""
         images = self.image_processor
         limits = images.min_pixels, images.max_pixels
-        head = prompt.partition("Wq?")[2].removeprefix("\n")
         of = f"of PaddleOCR-VL {NAMES[self.version]}" if self.version else "of no published version"
         _LOGGER.info(
-            "%s is %s: answers follow %r; images have %d to %d pixels", name, of, head, *limits
+            "%s is %s: answers follow %r; images have %d to %d pixels",
+            name,
+            of,
+            self.opening,
+            *limits,
         )
         other = next((each for each in LIMITS if LIMITS[each] == limits), None)
         if None not in (other, self.version) and other != self.version:

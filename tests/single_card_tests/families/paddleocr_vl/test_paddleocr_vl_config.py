@@ -66,7 +66,7 @@ def test_every_size_is_needed():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"use_bias": True}, "text_config: use_bias is True; only False"),
+        ({"use_3d_rope": False}, "text_config: use_3d_rope is False; only True"),
         ({"sliding_window": 5}, "sliding_window is 5; only None"),
         ({"rope_scaling": {"mrope_section": [1, 1, 2], "type": "yarn"}}, "rope_type is 'yarn'"),
         (

@@ -2,6 +2,7 @@
 side. Its numbers are those of test_golden.py."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,13 @@ from paddle_vl.families.vlm.inputs.collate import PreparedCollator, VLCollator
 from paddle_vl.families.vlm.training.adapter import merge_adapter
 from paddle_vl.generation.sampling import Sampling
 from paddle_vl.serving.engine import Engine, EngineSettings, Request
-from paddle_vl.testing import Image, tiny_paddleocr_vl, tiny_qwen3_vl_batch
+from paddle_vl.testing import (
+    Image,
+    assert_equals_single_device,
+    run_ranks,
+    tiny_paddleocr_vl,
+    tiny_qwen3_vl_batch,
+)
 from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO
 from paddle_vl.train.freeze import freeze_parameters, trained_names, treated_apart
 from parity.golden import PaddleOCRFolders
@@ -187,6 +194,25 @@ def test_the_padding_token_is_read_and_not_trained():
     before = model(**batch).loss.item()
     embedding.set_value(embedding.numpy() + np.float32(1) * (np.arange(64) == 0)[:, None])
     assert model(**batch).loss.item() != before
+
+
+# Biases, which no published model has.
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_biases_of_the_decoder_are_those_of_one_device(sequence_parallel):
+    # Two ranks have a key head each; under sequence parallelism they divide 24 token rows.
+    build = partial(tiny_paddleocr_vl, use_bias=True)
+    keys = build().whole_shapes()
+    assert sum(key.startswith("model.") and key.endswith(".bias") for key in keys) == 3 * 7
+    assert_equals_single_device(
+        build, lambda model: model(**BATCH), 2, sequence_parallel=sequence_parallel
+    )
+
+
+def test_a_bias_that_ranks_would_share_is_refused():
+    with pytest.raises(ValueError, match="fewer key heads than model-parallel ranks"):
+        run_ranks(partial(tiny_paddleocr_vl, use_bias=True), 4)
 
 
 # Operations.
