@@ -68,6 +68,7 @@ class Options:
         cells: rows, and columns, of a table.
         cell_letters: of a cell.
         font_size: pixels.
+        least_width: of a page of text, pixels; as a form's field has it.
         num_fonts: the first ones of `FONTS`.
         held_out: rows of val and of test, each task.
     """
@@ -78,6 +79,7 @@ class Options:
     cells: tuple[int, int] = (2, 4)
     cell_letters: tuple[int, int] = (1, 8)
     font_size: tuple[int, int] = (18, 26)
+    least_width: int = 1
     num_fonts: int = len(FONTS)
     held_out: int = 300
 
@@ -229,8 +231,8 @@ def _text_page(
     left, right, top, bottom = rng.integers(1, 5, size=4)
     # Of a line with ascenders and descenders, whatever the font's own table says.
     ascent, pitch = font.size * 0.95, font.size * 1.3
-    width = max(font.getlength(line) for line in lines)
-    image, ink = _page(left + width + right, top + pitch * len(lines) + bottom, rng)
+    width = left + max(font.getlength(line) for line in lines) + right
+    image, ink = _page(max(width, options.least_width), top + pitch * len(lines) + bottom, rng)
     draw = ImageDraw.Draw(image)
     for number, line in enumerate(lines):
         draw.text((left, top + ascent + pitch * number), line, ink, font, anchor="ls")
