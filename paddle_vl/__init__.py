@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paddle_vl.config.schema import LoRAConfig
+    from paddle_vl.families.paddleocr_vl.config import PaddleOCRVLConfig
+    from paddle_vl.families.paddleocr_vl.model import PaddleOCRVLForConditionalGeneration
     from paddle_vl.families.pi07.config import PI07Config
     from paddle_vl.families.pi07.planner import PI07HighLevelPlanner
     from paddle_vl.families.pi07.policy import PI07LowLevelPolicy

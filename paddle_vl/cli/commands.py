@@ -217,8 +217,11 @@ GENERATE = Command(
             for kind, name in MEDIA_KINDS.items()
         ),
         value("--prompt", "TEXT", "the question"),
-        value("--task", "NAME", "ask for a task of the model in place of --prompt; PaddleOCR-VL's are "
-              "text, table, formula, chart, spotting and seal"),
+        value(
+            "--task", "NAME",
+            "in place of --prompt, the question of a task; PaddleOCR-VL's are text, table, "
+            "formula, chart, spotting and seal",
+        ),
         switch("--no-stream", "print the answer when it is complete"),
         *DECODING,
     ],

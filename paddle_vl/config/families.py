@@ -283,6 +283,10 @@ VLM_CAPABILITIES = {
     "shown_samples": f"{_VLM}.training.shown_samples:shown_samples",
     "questions": f"{_VLM}.answering.questions:asked_questions",
 }
+_EXPORTED_VL = {
+    "export": "paddle_vl.export.qwen3_vl.programs:to_export",
+    "exported": "paddle_vl.export.qwen3_vl.exported:ExportedQwen3VL",
+}
 _OCR = "paddle_vl.families.paddleocr_vl"
 _PI07, _PI07_EXPORT = "paddle_vl.families.pi07", "paddle_vl.export.pi07"
 _OF_BOTH_POLICIES = {
@@ -305,11 +309,7 @@ for _entry in (
         f"{_VLM}.settings:VLRun",
         "paddle_vl.families.qwen3_vl.recipe:Qwen3VLRecipe",
         "paddle_vl.families.qwen3_vl.model:Qwen3VLForConditionalGeneration",
-        VLM_CAPABILITIES
-        | {
-            "export": "paddle_vl.export.qwen3_vl.programs:to_export",
-            "exported": "paddle_vl.export.qwen3_vl.exported:ExportedQwen3VL",
-        },
+        VLM_CAPABILITIES | _EXPORTED_VL,
         processor=f"{_VLM}.inputs.processor:Qwen3VLProcessor",
     ),
     FamilyEntry(
@@ -333,11 +333,7 @@ for _entry in (
         f"{_OCR}.settings:PaddleOCRVLRun",
         f"{_OCR}.recipe:PaddleOCRVLRecipe",
         f"{_OCR}.model:PaddleOCRVLForConditionalGeneration",
-        VLM_CAPABILITIES,
-        {
-            "export": f"{_CANNOT_EXPORT}: PaddleX runs the folder itself, see check-folder; "
-            "generate with the model itself"
-        },
+        VLM_CAPABILITIES | _EXPORTED_VL | {"check_folder": f"{_OCR}.folder_check:check_folder"},
         sizes=("paddleocr-vl",),
         processor=f"{_OCR}.inputs.processor:PaddleOCRVLProcessor",
     ),

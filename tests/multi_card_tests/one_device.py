@@ -160,6 +160,13 @@ def rows_are_full(several: Path, one: Path) -> None:
         assert 0.5 < line.get("packing_efficiency", 1) <= 1
 
 
+def what_no_forward_reads_is_kept(several: Path, one: Path) -> None:
+    found = load_file(several / "final" / "model.safetensors")
+    np.testing.assert_array_equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
+    assert found["visual.vision_model.head.probe"].all()
+    assert "vision_use_head" not in (several / "final" / "config.json").read_text()
+
+
 def every_factor_was_trained(several: Path, one: Path) -> None:
     for key, array in load_file(one / "final" / "adapter_model.safetensors").items():
         assert array.any() or not key.endswith("lora_B.weight"), key
@@ -227,8 +234,9 @@ GUARDED = (
 )
 # Two to five samples per row, the longest with 80 tokens; an epoch is one step.
 PACKED = ("data.packing=true", "data.packing_length=192", "data.max_vision_tokens_per_row=20")
+BASE = ("model.config=null", "model.pretrained=$RUN/base")
 DORA = (
-    *("model.config=null", "model.pretrained=$RUN/base"),
+    *BASE,
     "model.lora={r: 2, lora_alpha: 6, target_modules: [all-linear, lm_head]}",
     "model.lora.modules_to_save=[mergers, model.language_model.norm]",
     "train.part_learning_rates={vision: 0.02, mergers: 0.005}",
@@ -241,6 +249,7 @@ PAIRS = (
     *("train.eval_steps=2", "train.per_device_eval_batch_size=2"),
 )
 MPO = "preference.loss_type=[sigmoid, bco_pair, sft]"
+ALL_LINEAR_DORA = "model.lora={r: 2, target_modules: [all-linear], use_dora: true}"
 LORA = "model.lora={r: 2, target_modules: [all-linear], modules_to_save: [mergers], use_dora: true}"
 KTO = (
     *("preference.loss_type=[kto]", "train.learning_rate=0.05"),
@@ -282,9 +291,7 @@ _mixed = Family(
     _mixed_of(written.MODEL), (*EVALUATED, BEST),
     micro_batches=4, checks=(best_is_that_of_one_device, answers_differ),
 )  # fmt: skip
-_guarded = replace(
-    _mixed, settings=(*EVALUATED, *GUARDED), checks=(guard_is_that_of_one_device,)
-)
+_guarded = replace(_mixed, settings=(*EVALUATED, *GUARDED), checks=(guard_is_that_of_one_device,))
 _experts = replace(
     _mixed, write=_mixed_of(written.EXPERTS),
     checks=(best_is_that_of_one_device, assert_same_answers),
@@ -334,6 +341,15 @@ FAMILIES: dict[str, Family] = {
     "qwen3.5": _qwen3_5,
     "qwen3.5 experts": replace(_qwen3_5, write=_mixed_of(written.EXPERTS_3_5)),
     "paddleocr-vl": _ocr,
+    "paddleocr-vl, tied": replace(
+        _ocr, write=written.document_base, settings=(*EVALUATED, *BASE),
+        checks=(what_no_forward_reads_is_kept,),
+    ),
+    "paddleocr-vl, dora": replace(
+        _ocr, write=written.document_base, settings=(*EVALUATED, *BASE, ALL_LINEAR_DORA),
+        checks=(every_factor_was_trained,),
+    ),
+    "paddleocr-vl, pairs": replace(_pairs, write=_pairs_of(written.MODEL_OCR)),
     "paddleocr-vl packed": replace(
         _ocr, settings=(*EVALUATED, *PACKED, "data.max_length=96"), micro_batches=2,
         left_out=("packing_efficiency",), checks=(rows_are_full,),
@@ -488,6 +504,16 @@ CONVERSATIONS = [
         sharding2_stage_3=(2, *SHARDING, STAGE_3),
         pp2_dp2_encoder_mp4=(4, *PP, *DP2, COLOCATED, ENCODER_4),
     ),
+    *_rows(
+        "paddleocr-vl, tied", ITSELF,
+        pp2=(2, *PP), mp2_sharding2_stage_3=(4, *MP2, *SHARDING, STAGE_3),
+        pp2_mp2_encoder_mp2=(4, *PP, *MP2, COLOCATED, ENCODER_2),
+    ),
+    *_rows(
+        "paddleocr-vl, dora", ITSELF,
+        mp2=(2, *MP2), pp2_encoder_mp4=(4, *PP, *DP2, COLOCATED, ENCODER_4),
+    ),
+    *_rows("paddleocr-vl, pairs", mp2_pp2=(4, *MP2, *PP)),
     *_rows("paddleocr-vl packed", cp2=(2, *CP), mp2_pp2=(4, *MP2, *PP)),
     *_rows(
         "dora", ITSELF, pp2=(2, *PP),

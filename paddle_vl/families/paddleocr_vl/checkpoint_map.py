@@ -21,7 +21,7 @@ _TOWER = "visual.vision_model."
 # No forward reads them; PaddleX and vLLM do not load a folder without them.
 KEPT = (f"{_TOWER}embeddings.packing_position_embedding.", f"{_TOWER}head.")
 # Rows of the table that no forward reads.
-_PACKED_POSITIONS = 32768
+PACKED_POSITIONS = 32768
 # Names of transformers' modules, and the same in the hub's keys.
 _MODULES = {
     "model.visual.": "visual.",
@@ -98,7 +98,7 @@ def folder_of(
     if embedding is not None:
         if config.tie_word_embeddings:
             found.setdefault(HEAD_KEY, embedding._replace(name=HEAD_KEY))
-        table, shape = f"{KEPT[0]}weight", (_PACKED_POSITIONS, vision.hidden_size)
+        table, shape = f"{KEPT[0]}weight", (PACKED_POSITIONS, vision.hidden_size)
         dtype = embedding.dtype
         zeros = partial(np.zeros, shape, NUMPY_DTYPES[dtype])
         found.setdefault(table, TensorToWrite(table, shape, dtype, zeros))

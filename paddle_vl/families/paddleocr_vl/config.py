@@ -55,7 +55,6 @@ _ONLY_TEXT: dict[str, Any] = {
     "rope_is_neox_style": True,
     "sliding_window": None,
     "use_3d_rope": True,
-    "use_bias": False,
 }
 _ONLY_VISION: dict[str, Any] = {"attention_dropout": 0.0, "num_channels": 3}
 # Keys without effect on a model's numbers, as the hub's files have them.
@@ -68,7 +67,6 @@ _INERT_VISION: dict[str, Any] = {"temporal_patch_size": 2, "tokens_per_second": 
 # The tower's names in a file, and those of `VisionConfig`.
 _TOWER = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads"}
 _TOWER_SIZES = ("hidden_size", "intermediate_size", "image_size", "patch_size", *_TOWER)
-_REMOTE = "configuration_paddleocr_vl.PaddleOCRVLConfig"
 
 
 @checked
@@ -89,6 +87,8 @@ class PaddleOCRTextConfig(DenseText):
     max_position_embeddings: Annotated[int, Field(ge=1, le=1 << 40)]
     pad_token_id: TokenId | None = 0
     """the token whose embedding gets no gradient"""
+    use_bias: bool = False
+    """whether the linears of the layers have biases, which no published model has"""
     initializer_range: Spread = 0.02
     mrope_interleaves: ClassVar[bool] = False
 
@@ -184,21 +184,16 @@ class PaddleOCRVLConfig(VLConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """The content of config.json in the hub's dialect. Its tie flag is false, as there: where
-        both are one, the files hold head and embedding with equal values."""
+        both are one, the files hold head and embedding with equal values. There is no `auto_map`:
+        programs that are told to trust it would look for code that is not in the folder."""
         text, vision = self.text_config, self.vision_config
         decoder = {each.name: getattr(text, each.name) for each in fields(text)}
         section = list(decoder.pop("mrope_section"))
         tower = {name: getattr(vision, _TOWER.get(name, name)) for name in _TOWER_SIZES}
         if not vision.vision_use_head:
             tower["vision_use_head"] = False
-        remote = "modeling_paddleocr_vl.PaddleOCRVLForConditionalGeneration"
         return {
             "architectures": ["PaddleOCRVLForConditionalGeneration"],
-            "auto_map": {
-                "AutoConfig": _REMOTE,
-                "AutoModel": remote,
-                "AutoModelForCausalLM": remote,
-            },
             "model_type": _TYPE,
             **decoder,
             **_ONLY_TEXT,

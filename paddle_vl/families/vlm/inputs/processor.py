@@ -80,6 +80,7 @@ class VLProcessor(ChatInputs):
         carried_files: files of a checkpoint that are written again unchanged, for other programs.
         hidden_variables: special tokens that a chat template does not get.
         cuts_answers: see `TemplateEncoder`.
+        special_tokens_map: special tokens by HF's names, for a new tokenizer.
         task_prompts: the question of each task that a row or a question may name.
     """
 
@@ -91,6 +92,11 @@ class VLProcessor(ChatInputs):
     carried_files: ClassVar[tuple[str, ...]] = _CARRIED_FILES
     hidden_variables: ClassVar[tuple[str, ...]] = ()
     cuts_answers: ClassVar[bool] = False
+    special_tokens_map: ClassVar[dict[str, Any]] = {
+        "additional_special_tokens": [token for token in CONTROL_TOKENS if token != END_OF_TEXT],
+        "eos_token": IM_END,
+        "pad_token": END_OF_TEXT,
+    }
     task_prompts: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
@@ -279,9 +285,8 @@ class VLProcessor(ChatInputs):
         Raises:
             ValueError: with their names.
         """
-        if given := [
-            f"data.video_{name.removeprefix('video_')}" for name in settings if settings[name]
-        ]:
+        names = [name.removeprefix("video_") for name in settings if settings[name]]
+        if given := [f"data.video_{name}" for name in names]:
             raise ValueError(f"the model takes images alone: leave {', '.join(given)} out")
 
     def save_pretrained(self, directory: str | os.PathLike) -> None:
@@ -297,7 +302,7 @@ class VLProcessor(ChatInputs):
             self.video_processor.save_pretrained(directory)
         files = dict(self._carried_files)
         files.setdefault("tokenizer_config.json", _dump(self._tokenizer_config()))
-        files.setdefault("special_tokens_map.json", _dump(_SPECIAL_TOKENS_MAP))
+        files.setdefault("special_tokens_map.json", _dump(self.special_tokens_map))
         if self.template.renderer is None:
             files["chat_template.jinja"] = JINJA_TEMPLATE
         for name, content in files.items():
@@ -360,15 +365,8 @@ class VLProcessor(ChatInputs):
             "errors": "replace",
             "split_special_tokens": False,
             "unk_token": None,
-            **_SPECIAL_TOKENS_MAP,
+            **self.special_tokens_map,
         }
-
-
-_SPECIAL_TOKENS_MAP = {
-    "additional_special_tokens": [token for token in CONTROL_TOKENS if token != END_OF_TEXT],
-    "eos_token": IM_END,
-    "pad_token": END_OF_TEXT,
-}
 
 
 def _markers_of(model_type: str) -> VideoMarkers | None:

@@ -103,10 +103,12 @@ class DenseText:
     Attributes:
         mrope_interleaves: see `paddle_vl.nn.attention.mrope_tables`.
         padding_idx: the token whose embedding gets no gradient, None for none.
+        use_bias: whether the linears of the decoder's layers have biases.
     """
 
     mrope_interleaves: ClassVar[bool] = True
     padding_idx: int | None = None
+    use_bias: bool = False
 
     def has_experts(self, layer: int) -> bool:
         """Whether that decoder layer has experts instead of an MLP."""
@@ -149,9 +151,9 @@ class VLConfig(SavedConfig):
     """Configuration of a complete model.
 
     A family adds `text_config`, its decoder's, which has at least `vocab_size`, `hidden_size`,
-    `num_hidden_layers`, `rope_theta`, `mrope_section`, `initializer_range`, `rms_norm_eps`,
-    `has_experts(layer)` and `has_balance_loss(requested)`; with experts also `num_experts` and
-    `router_aux_loss_coef`; and what `layer_size` reads.
+    `num_hidden_layers`, `rope_theta`, `mrope_section`, `initializer_range`, `rms_norm_eps` and what
+    `DenseText` answers; with experts also `num_experts` and `router_aux_loss_coef`; and what
+    `layer_size` reads.
     """
 
     file_name: ClassVar[str] = "config.json"
@@ -306,7 +308,7 @@ def rotary_settings(
     if kind not in kinds or interleaved is not interleaves:
         raise ValueError(
             f"{where}: rope_type is {shown(kind)} and mrope_interleaved {shown(interleaved)}; only "
-            f"{kinds[0]!r} and {shown(interleaves)} are supported"
+            f"{kinds[0]!r} and {str(interleaves).lower()} are supported"
         )
     return rope
 
