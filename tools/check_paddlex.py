@@ -133,7 +133,7 @@ def check(folder: Path, questions: Questions, python: Path, num_tokens: int) -> 
 
 def _reason(output: str) -> str:
     """The last error in what PaddleX printed, with what stands beside it."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    lines = [line.strip() for line in output.splitlines() if line.strip(" ^~")]
     errors = [n for n, line in enumerate(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)]
     last = (errors or [len(lines) - 1])[-1]
     # An error without a message is told by the line that raised it.

@@ -33,6 +33,8 @@ from matplotlib.mathtext import MathTextParser
 from PIL import Image, ImageDraw, ImageFont
 
 from paddle_vl.data.formats.otsl import Cell, Table, write_otsl
+from paddle_vl.data.formats.spotting import UNITS, Spot, write_spotting
+from paddle_vl.families.paddleocr_vl.inputs.processor import TASK_PROMPTS
 
 # Increase when the written files change.
 RECIPE_VERSION = 1
@@ -44,12 +46,7 @@ FONTS = (
 )  # fmt: skip
 MATH_FONTS = ("cm", "stix", "dejavusans", "dejavuserif")
 ALPHABET = string.ascii_letters + string.digits + " .,:-/%()"
-PROMPTS = {
-    "text": "OCR:",
-    "table": "Table Recognition:",
-    "formula": "Formula Recognition:",
-    "spotting": "Spotting:",
-}
+TASKS = ("text", "table", "formula", "spotting")
 SPLITS = ("test", "val", "train")
 # Share of tables with a merged cell, and of empty cells.
 SPAN_SHARE, EMPTY_SHARE = 0.3, 0.1
@@ -68,6 +65,7 @@ class Options:
         cells: rows, and columns, of a table.
         cell_letters: of a cell.
         font_size: pixels.
+        least_width: of a page of text, pixels; as a form's field has it.
         num_fonts: the first ones of `FONTS`.
         held_out: rows of val and of test, each task.
     """
@@ -78,6 +76,7 @@ class Options:
     cells: tuple[int, int] = (2, 4)
     cell_letters: tuple[int, int] = (1, 8)
     font_size: tuple[int, int] = (18, 26)
+    least_width: int = 1
     num_fonts: int = len(FONTS)
     held_out: int = 300
 
@@ -99,8 +98,8 @@ def make_documents_dataset(
     manifest = directory / MANIFEST
     if manifest.is_file() and json.loads(manifest.read_text(encoding="utf-8")) == wanted:
         return False
-    if unknown := sorted(rows.keys() - PROMPTS.keys()):
-        raise ValueError(f"no task {unknown[0]!r}: {', '.join(PROMPTS)}")
+    if unknown := sorted(rows.keys() - {*TASKS}):
+        raise ValueError(f"no task {unknown[0]!r}: {', '.join(TASKS)}")
     manifest.unlink(missing_ok=True)
     for task, num_rows in rows.items():
         _write_task(directory, task, num_rows, options)
@@ -116,7 +115,7 @@ def _write_task(directory: Path, task: str, num_rows: int, options: Options) -> 
         lines = []
         for index in range(num_rows if split == "train" else options.held_out):
             # A row depends on nothing that is drawn for others, but for answers it must not have.
-            stream = [options.seed, list(PROMPTS).index(task), number, index]
+            stream = [options.seed, TASKS.index(task), number, index]
             rng = np.random.default_rng(stream)
             content, answer = _new_content(task, rng, options, held_out)
             if split != "train":
@@ -130,7 +129,7 @@ def _write_task(directory: Path, task: str, num_rows: int, options: Options) -> 
 
 def row_of(task: str, image: str, answer: str) -> dict[str, Any]:
     messages = [
-        {"role": "user", "content": f"<image>{PROMPTS[task]}"},
+        {"role": "user", "content": f"<image>{TASK_PROMPTS[task]}"},
         {"role": "assistant", "content": answer},
     ]
     return {"task": task, "messages": messages, "images": [image]}
@@ -229,8 +228,8 @@ def _text_page(
     left, right, top, bottom = rng.integers(1, 5, size=4)
     # Of a line with ascenders and descenders, whatever the font's own table says.
     ascent, pitch = font.size * 0.95, font.size * 1.3
-    width = max(font.getlength(line) for line in lines)
-    image, ink = _page(left + width + right, top + pitch * len(lines) + bottom, rng)
+    width = left + max(font.getlength(line) for line in lines) + right
+    image, ink = _page(max(width, options.least_width), top + pitch * len(lines) + bottom, rng)
     draw = ImageDraw.Draw(image)
     for number, line in enumerate(lines):
         draw.text((left, top + ascent + pitch * number), line, ink, font, anchor="ls")
@@ -248,25 +247,24 @@ def _spotting_page(
     page_width = max(widths) + _within((10, 60), rng)
     gaps = rng.integers(4, 24, size=len(lines) + 1)
     image, ink = _page(page_width, sum(heights) + gaps.sum(), rng)
-    draw, top, answers = ImageDraw.Draw(image), 0, []
+    draw, top, spots = ImageDraw.Draw(image), 0, []
     for line, font, box, height, width, gap in zip(
         lines, fonts, boxes, heights, widths, gaps, strict=False
     ):
         left, top = _within((2, image.width - int(np.ceil(width)) - 2), rng), top + gap
         draw.text((left - box[0], top - box[1]), line, ink, font, anchor="ls")
-        answers.append(line + location_tokens((left, top, left + width, top + height), image.size))
+        corners = _corners((left, top, left + width, top + height), image.size)
+        spots.append(Spot(line, corners))
         top += height
-    return image, "\n".join(answers)
+    return image, write_spotting(spots)
 
 
-def location_tokens(box: Sequence[float], size: Sequence[int]) -> str:
-    """A box (left, top, right, bottom) of a page of that size, in pixels: four corners from the top
-    left, clockwise, in thousandths."""
+def _corners(box: Sequence[float], size: Sequence[int]) -> tuple[int, ...]:
+    """Corners of a box (left, top, right, bottom) of a page of that size, in pixels."""
     left, top, right, bottom = (
-        round(1000 * side / size[axis % 2]) for axis, side in enumerate(box)
+        round(UNITS * side / size[axis % 2]) for axis, side in enumerate(box)
     )
-    corners = (left, top, right, top, right, bottom, left, bottom)
-    return "".join(f"<|LOC_{value}|>" for value in corners)
+    return left, top, right, top, right, bottom, left, bottom
 
 
 # Tables
@@ -379,7 +377,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("directory", type=Path, help="folder; left unchanged if it is complete")
     parser.add_argument(
-        "rows", nargs="+", metavar="TASK=ROWS", help=f"training rows of {', '.join(PROMPTS)}"
+        "rows", nargs="+", metavar="TASK=ROWS", help=f"training rows of {', '.join(TASKS)}"
     )
     for name, value in asdict(Options()).items():
         count = {"nargs": 2, "metavar": ("LEAST", "MOST")} if isinstance(value, tuple) else {}

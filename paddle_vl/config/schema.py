@@ -8,8 +8,9 @@ file, from top to bottom.
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
+from paddle_vl.config.guard_settings import Guards
 from paddle_vl.config.parallel_settings import ParallelConfig, ReservedRows
 from paddle_vl.config.section import FilePath, OnlyWith, Section
 
@@ -169,39 +170,6 @@ class BestConfig(Section):
         return self.metric if self.metric.startswith("eval_") else f"eval_{self.metric}"
 
 
-# Numbers of evaluations that are lower where a model is better.
-LOWER_IS_BETTER = frozenset({"loss", "perplexity", "cer", "wer", "ned", "ned_letters", "formula"})
-
-
-class GuardConfig(Section):
-    """What a run may lose of the scores that it starts with."""
-
-    metric: Annotated[str, Field(min_length=1)]
-    """a number that evaluations give of each named source of data.eval, as in metrics.jsonl, with
-    or without eval_: cer, teds, exact_match; of a pretraining mix also loss"""
-    max_drop: Annotated[float, Field(ge=0)]
-    """how much worse than before the first update it may be, in the metric's unit"""
-    action: Literal["stop", "warn"] = "stop"
-    """what a fall does: stop (end the run; final/ holds the model of the best evaluation before, or
-    without train.best of the last one) or warn"""
-    parts: list[str] = Field(default=[])
-    """names of the sources that are guarded; default: all that have the metric"""
-    mode: Literal["min", "max"] | None = None
-    """whether lower or higher is better; default: min for losses, cer, wer, ned and formula, max
-    for others"""
-
-    @property
-    def key(self) -> str:
-        """The metric's key in metrics.jsonl, without a source."""
-        return f"eval_{self.metric.removeprefix('eval_')}"
-
-    def drop(self, before: float, now: float) -> float:
-        """How much worse a number is."""
-        is_lower = self.metric.removeprefix("eval_") in LOWER_IS_BETTER
-        mode = self.mode or ("min" if is_lower else "max")
-        return now - before if mode == "min" else before - now
-
-
 class TrainConfig(Section):
     """The training loop, optimizer and checkpoints. A step is one optimizer update."""
 
@@ -298,9 +266,7 @@ class TrainConfig(Section):
     best: BestConfig | None = None
     """keep the checkpoint of the best evaluation, e.g. {metric: loss, mode: min}, and maybe stop
     early"""
-    guard: Annotated[
-        list[GuardConfig], BeforeValidator(lambda each: [each] if isinstance(each, dict) else each)
-    ] = Field(default=[])
+    guard: Guards = Field(default=[])
     """keep what the model can do: compare scores of each named source of data.eval with those
     before the first update, e.g. {metric: cer, max_drop: 0.05}, or a list of guards"""
     save_steps: Annotated[int | None, Field(ge=1)] = 500

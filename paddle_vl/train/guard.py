@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from typing import Any, NamedTuple
 
-from paddle_vl.config.schema import GuardConfig
+from paddle_vl.config.guard_settings import GuardConfig
 from paddle_vl.files.stored_settings import Count, Number, checked, read_section
 from paddle_vl.parallel.ranks import SingleRank
 
@@ -53,12 +53,12 @@ class Guard:
         self._guards, self.state = guards, GuardState()
         self._keys: list[tuple[str, GuardConfig]] = []
 
-    def check(self, keys: Collection[str], parts: Collection[str]) -> None:
+    def check(self, keys: Collection[str], sources: Collection[str]) -> None:
         """Find the scores to follow.
 
         Args:
             keys: of the run's evaluations.
-            parts: names of the sources of data.eval.
+            sources: names of the sources of data.eval.
 
         Raises:
             ValueError: no evaluation gives a guard's metric of a source.
@@ -67,9 +67,9 @@ class Guard:
         for guard in self._guards:
             found = [key for key in sorted(keys) if key.startswith(f"{guard.key}/")]
             asked = {key.partition("/")[2] for key in keys}
-            wanted = [f"{guard.key}/{part}" for part in guard.parts]
+            wanted = [f"{guard.key}/{name}" for name in guard.sources]
             missing = [key for key in wanted if key not in found]
-            unasked = [part for part in parts if part not in asked]
+            unasked = [name for name in sources if name not in asked]
             if missing or not found:
                 raise ValueError(
                     f"train.guard.metric is {guard.metric} but no evaluation of this run gives "
@@ -81,7 +81,7 @@ class Guard:
                 raise ValueError(
                     f"train.guard follows every named source of data.eval, and none of the rows "
                     f"that are asked is of {unasked[0]}: raise train.eval.num_samples, or name the "
-                    "others in train.guard.parts"
+                    "others in train.guard.sources"
                 )
             self._keys += [(key, guard) for key in wanted or found]
 

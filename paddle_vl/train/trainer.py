@@ -438,6 +438,8 @@ class Trainer:
         kept = self._kept_step if loads or is_fallen else None
         if kept is not None or self._is_guarded:
             if self._final_step() == (self.step if kept is None else kept):
+                if is_fallen:
+                    logger.info("final/ has the model of step %s, from before the fall", kept)
                 return self.output_dir / FINAL
             if kept is not None:
                 logger.warning("final/ gets the last model, as that of step %d is gone", kept)
@@ -452,10 +454,6 @@ class Trainer:
                 "step %d: %s was best at step %s, train.best.patience %s evaluations ago: the run "
                 "ends",
                 *(self.step, config.key, best, config.patience),
-            )
-        else:
-            logger.info(
-                "train.guard ends the run; final/ has the model of step %s", self._kept_step
             )
         if self.step % self.config.logging.logging_steps:
             self._collect_report()

@@ -67,7 +67,6 @@ _INERT_VISION: dict[str, Any] = {"temporal_patch_size": 2, "tokens_per_second": 
 # The tower's names in a file, and those of `VisionConfig`.
 _TOWER = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads"}
 _TOWER_SIZES = ("hidden_size", "intermediate_size", "image_size", "patch_size", *_TOWER)
-_REMOTE = "configuration_paddleocr_vl.PaddleOCRVLConfig"
 
 
 @checked
@@ -186,21 +185,16 @@ class PaddleOCRVLConfig(VLConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """The content of config.json in the hub's dialect. Its tie flag is false, as there: where
-        both are one, the files hold head and embedding with equal values."""
+        both are one, the files hold head and embedding with equal values. There is no `auto_map`:
+        programs that are told to trust it would look for code that is not in the folder."""
         text, vision = self.text_config, self.vision_config
         decoder = {each.name: getattr(text, each.name) for each in fields(text)}
         section = list(decoder.pop("mrope_section"))
         tower = {name: getattr(vision, _TOWER.get(name, name)) for name in _TOWER_SIZES}
         if not vision.vision_use_head:
             tower["vision_use_head"] = False
-        remote = "modeling_paddleocr_vl.PaddleOCRVLForConditionalGeneration"
         return {
             "architectures": ["PaddleOCRVLForConditionalGeneration"],
-            "auto_map": {
-                "AutoConfig": _REMOTE,
-                "AutoModel": remote,
-                "AutoModelForCausalLM": remote,
-            },
             "model_type": _TYPE,
             **decoder,
             **_ONLY_TEXT,

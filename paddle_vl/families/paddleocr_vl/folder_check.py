@@ -69,7 +69,7 @@ ENGINES = {
         missing=Finding.REFUSED,
         unknown=(("*", Finding.REFUSED),),
         settings=(*_DECODER, "head_dim", *_FLAT_ROPE, *_MODEL),
-        files=(INFERENCE_FILE, _WEIGHTS, "tokenizer.model", "chat_template.jinja", _IMAGES),
+        files=(),
         templates=("chat_template.jinja",),
         adapted=(),
     ),
@@ -107,6 +107,13 @@ ENGINES = {
         features=("rsLoRA", "ranks or alphas by module", "modules_to_save"),
         unfit=Finding.LOST,
     ),
+}
+# Files without which PaddleX ends, with errors that name little, and how to get them.
+_NEEDED = {
+    INFERENCE_FILE: f"PaddleX looks for Global.model_name in it, as {PADDLEX_NAMES['1.5']}",
+    _WEIGHTS: "PaddleX reads one file of this name: write the folder with paddle-vl merge or train",
+    "tokenizer.model": "PaddleX splits text with it: copy it from the checkpoint",
+    _IMAGES: "copy it from the checkpoint",
 }
 # What PaddleX takes where preprocessor_config.json has no such key at its top.
 _IMAGE_DEFAULTS = {
@@ -146,13 +153,17 @@ def _found(model_class: Any, folder: Path, base: Path, engine: str, rules: Engin
     else:
         yield from setting_findings(values, rules, _TYPE)
     try:
-        yield from (files := list(file_findings(base, rules)))
-        if engine == "paddlex":
-            yield from _of_paddlex(base)
-        elif engine != "fastdeploy":
-            yield from _limits_of_hf(base)
+        files = list(file_findings(base, rules))
+        if engine != "fastdeploy":
+            files += _of_paddlex(base) if engine == "paddlex" else _limits_of_hf(base)
+        yield from files
         config = PaddleOCRVLConfig.from_dict(values)
-        stored = tensors_as_here(checkpoint_tensors(base), config)
+        named = checkpoint_tensors(base)
+        if engine != "transformers" and (others := sorted({*named} - {*map(key_here, named)})):
+            told_of = f"names of transformers' modules, as {others[0]}"
+            yield Finding.REFUSED, f"{told_of}: write the folder with model.save_layout: hub"
+            return
+        stored = tensors_as_here(named, config)
         by_values = config.tied_by(stored)
         config = config.with_tie(by_values.tie_word_embeddings and engine not in _READS_HEAD)
         with paddle.LazyGuard():
@@ -206,13 +217,13 @@ def _unread(vision: PaddleOCRVisionConfig) -> dict[str, tuple[int, ...]]:
 
 def _of_paddlex(folder: Path) -> Found:
     """What PaddleX makes of files that other programs do not read, or read otherwise."""
-    name = _paddlex_name(folder)
-    if (folder / INFERENCE_FILE).is_file() and name not in PADDLEX_NAMES.values():
-        names = ", ".join(PADDLEX_NAMES.values())
-        yield Finding.REFUSED, f"{INFERENCE_FILE}: Global.model_name is {shown(name)}, not {names}"
-    others = sorted(each.name for each in folder.glob("model*.safetensors"))
-    if others and _WEIGHTS not in others:
-        yield Finding.REFUSED, f"{', '.join(others)}: PaddleX reads {_WEIGHTS} alone: merge them"
+    for file, reason in _NEEDED.items():
+        if not (folder / file).is_file():
+            yield Finding.MISSING, f"{file}: {reason}"
+    name, known = _paddlex_name(folder), PADDLEX_NAMES.values()
+    if (folder / INFERENCE_FILE).is_file() and name not in known:
+        told_of = f"Global.model_name is {shown(name)}, not {' or '.join(known)}"
+        yield Finding.REFUSED, f"{INFERENCE_FILE}: {told_of}"
     tokens = _read(folder / _TOKENS)
     if tokens.get("add_bos_token") is not False:
         told = f"add_bos_token is {shown(tokens.get('add_bos_token'))}: PaddleX begins every prompt"

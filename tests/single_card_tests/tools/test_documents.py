@@ -8,7 +8,6 @@ says what is wrong.
 
 import contextlib
 import json
-import re
 import sys
 from itertools import product
 from pathlib import Path
@@ -24,12 +23,13 @@ from scipy import ndimage
 from make_documents_dataset import (
     FONTS,
     MATH_FONTS,
-    PROMPTS,
     Options,
     main,
     make_documents_dataset,
 )
 from paddle_vl.data.formats.otsl import read_otsl
+from paddle_vl.data.formats.spotting import read_spotting
+from paddle_vl.families.paddleocr_vl.inputs.processor import TASK_PROMPTS
 
 OPTIONS = Options(seed=3, held_out=12)
 ROWS = {"text": 20, "table": 20, "formula": 5, "spotting": 5}
@@ -48,7 +48,7 @@ def rows_of(folder: Path, name: str) -> list[tuple[str, Image.Image]]:
     rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
     task = name.partition("_")[0]
     for row in rows:
-        assert row["messages"][0] == {"role": "user", "content": f"<image>{PROMPTS[task]}"}
+        assert row["messages"][0] == {"role": "user", "content": f"<image>{TASK_PROMPTS[task]}"}
     answers = [row["messages"][1]["content"] for row in rows]
     return [
         (answer, Image.open(folder / row["images"][0]))
@@ -130,10 +130,8 @@ def test_rules_of_a_table_bound_the_cells_of_its_answer(documents):
 def test_boxes_bound_the_ink_of_their_lines(documents):
     for answer, page in rows_of(documents, "spotting_test"):
         ink, size = is_ink(page), np.array(page.size)
-        for line in answer.split("\n"):
-            text, *places = re.split(r"<\|LOC_(\d+)\|>", line)
-            assert text
-            corners = np.array(places[::2], int).reshape(4, 2)
+        for spot in read_spotting(answer):
+            corners = np.array(spot.corners).reshape(4, 2)
             (left, top), (right, bottom) = corners[0], corners[2]
             assert corners[[1, 3]].tolist() == [[right, top], [left, bottom]]
             (left, top), (right, bottom) = (np.rint(corners[[0, 2]] * size / 1000)).astype(int)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paddle_vl.checkpoint.manifest import Manifest
-from paddle_vl.config.schema import GuardConfig
+from paddle_vl.config.guard_settings import GuardConfig
 from paddle_vl.parallel.ranks import ONE_RANK
 from paddle_vl.train.guard import Guard
 from tests.single_card_tests.train.tiny_run import write_records
@@ -40,9 +40,9 @@ def guarded(run_file) -> list[str]:
     ]
 
 
-def guard_of(*guards: dict, parts: tuple[str, ...] = ("text", "tables")) -> Guard:
+def guard_of(*guards: dict, sources: tuple[str, ...] = ("text", "tables")) -> Guard:
     guard = Guard([GuardConfig(**each) for each in guards])
-    guard.check(KEYS, parts)
+    guard.check(KEYS, sources)
     return guard
 
 
@@ -84,8 +84,8 @@ def test_a_score_is_compared_with_the_one_before_the_first_update(
     assert not wider.is_over
 
 
-def test_several_guards_and_parts_decide_together():
-    own = {"metric": "teds", "max_drop": 0.1, "parts": ["tables"], "action": "warn"}
+def test_several_guards_and_sources_decide_together():
+    own = {"metric": "teds", "max_drop": 0.1, "sources": ["tables"], "action": "warn"}
     guard = guard_of({"metric": "cer", "max_drop": 0.1}, own)
     assert guard.add(0, {"eval_cer/text": 0.1, "eval_teds/tables": 0.9}, ONE_RANK)[0]
     assert guard.add(1, {"eval_cer/text": 0.1}, ONE_RANK) == (None, {})
@@ -99,9 +99,9 @@ def test_a_guard_without_a_score_to_compare_with_is_refused():
     with pytest.raises(ValueError, match="no evaluation of this run gives eval_wer/SOURCE: give"):
         guard_of({"metric": "wer", "max_drop": 0.1})
     with pytest.raises(ValueError, match="gives eval_cer/seals: .*there are eval_cer/text, eval_t"):
-        guard_of({"metric": "cer", "max_drop": 0.1, "parts": ["seals"]})
+        guard_of({"metric": "cer", "max_drop": 0.1, "sources": ["seals"]})
     with pytest.raises(ValueError, match=r"asked is of seals: raise train\.eval\.num_samples"):
-        guard_of({"metric": "cer", "max_drop": 0.1}, parts=("text", "seals"))
+        guard_of({"metric": "cer", "max_drop": 0.1}, sources=("text", "seals"))
     guard = guard_of({"metric": "cer", "max_drop": 0.1})
     with pytest.raises(ValueError, match="trained 3 steps without taking eval_cer/text: start it"):
         guard.restore(None, 3)
@@ -115,7 +115,7 @@ def step_of_final(folder: Path) -> int | None:
 
 
 def test_a_fall_ends_the_run_with_the_model_before_it(run_file, guarded, tmp_path):
-    guard = "train.guard={metric: length, max_drop: 1.0, parts: [text]}"
+    guard = "train.guard={metric: length, max_drop: 1.0, sources: [text]}"
     settings = [*guarded, "train.max_steps=6", guard]
     whole, again = tmp_path / "whole", tmp_path / "again"
     build(run_file, whole, *settings).run()
@@ -127,7 +127,7 @@ def test_a_fall_ends_the_run_with_the_model_before_it(run_file, guarded, tmp_pat
     # It stays over, unless more is allowed.
     build(run_file, whole, *settings, RESUME).run()
     assert (len(metrics_of(whole)), step_of_final(whole)) == (len(lines), len(lines) - 2)
-    more = "train.guard={metric: length, max_drop: 9.0, parts: [text]}"
+    more = "train.guard={metric: length, max_drop: 9.0, sources: [text]}"
     build(run_file, whole, *settings, more, RESUME).run()
     assert step_of_final(whole) == 6
     build(run_file, again, *settings, "train.max_steps=2").run()
@@ -139,7 +139,7 @@ def test_a_fall_ends_the_run_with_the_model_before_it(run_file, guarded, tmp_pat
 def test_a_guarded_run_continues_as_it_would_have_gone_on(run_file, guarded, tmp_path):
     settings = [
         *guarded,
-        "train.guard={metric: length, max_drop: 1.0, parts: [text], action: warn}",
+        "train.guard={metric: length, max_drop: 1.0, sources: [text], action: warn}",
     ]
     whole, again = tmp_path / "whole", tmp_path / "again"
     build(run_file, whole, *settings, "train.save_total_limit=9").run()
@@ -156,7 +156,7 @@ def test_a_fallen_evaluation_is_not_the_best(run_file, guarded, tmp_path):
     # Shorter answers are better, and forbidden.
     settings = [
         *(*guarded, "train.max_steps=6"),
-        "train.guard={metric: length, max_drop: 1.0, parts: [text]}",
+        "train.guard={metric: length, max_drop: 1.0, sources: [text]}",
         "train.best={metric: length, mode: min}",
     ]
     build(run_file, tmp_path, *settings).run()

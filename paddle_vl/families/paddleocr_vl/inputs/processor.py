@@ -5,7 +5,6 @@ tells them apart, so a folder without one is refused. Prompt and answer are toke
 generation: 1.0's space would else become part of the answer's first word.
 """
 
-import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -15,6 +14,7 @@ from paddle_vl.families.paddleocr_vl.inputs.image_processor import PaddleOCRVLIm
 from paddle_vl.families.paddleocr_vl.inputs.tokenizer import (
     ANSWER_TOKENS,
     CONVERSATION_START,
+    HF_CLASS,
     IMAGE,
     IMAGE_END,
     IMAGE_START,
@@ -22,6 +22,7 @@ from paddle_vl.families.paddleocr_vl.inputs.tokenizer import (
     SENTENCE_START,
     UNKNOWN,
     VIDEO,
+    as_sentencepiece,
     train_tokenizer,
 )
 from paddle_vl.families.paddleocr_vl.inputs.versions import (
@@ -47,10 +48,11 @@ TASK_PROMPTS = {
     "spotting": "Spotting:",
     "seal": "Seal Recognition:",
 }
+_QUESTION = "Wq?"
 _PROBE: Any = [
     {
         "role": "user",
-        "content": [{"type": "image", "image": "image"}, {"type": "text", "text": "Wq?"}],
+        "content": [{"type": "image", "image": "image"}, {"type": "text", "text": _QUESTION}],
     }
 ]
 _PLACE = IMAGE_START + IMAGE + IMAGE_END
@@ -69,7 +71,7 @@ TEMPLATE = f"""\
     {{%- elif message.role == 'assistant' %}}
         {{{{- 'Assistant:\\n' ~ text ~ '{SENTENCE_END}' }}}}
     {{%- else %}}
-        {{{{- text ~ '\\n' }}}}
+        {{%- for each in texts %}}{{{{- each.text ~ '\\n' }}}}{{%- endfor %}}
     {{%- endif %}}
 {{%- endfor %}}
 {{%- if add_generation_prompt %}}
@@ -78,10 +80,26 @@ TEMPLATE = f"""\
 """
 
 
+def answer_opening(renderer: ChatTemplateRenderer) -> str:
+    """What a template writes in front of an answer, behind the question's line.
+
+    Raises:
+        ValueError: it writes an image in another way than PaddleOCR-VL's.
+    """
+    prompt = renderer.render(_PROBE, add_generation_prompt=True).text
+    if prompt.count(_PLACE) != 1:
+        raise ValueError(
+            f"{renderer.name} writes an image of a question as {prompt!r}; {_PLACE} is needed "
+            "once: take the template of the checkpoint"
+        )
+    return prompt.partition(_QUESTION)[2].removeprefix("\n")
+
+
 class PaddleOCRVLProcessor(VLProcessor):
     """Encodes conversations about images; see `VLProcessor`.
 
     Attributes:
+        opening: what the template writes in front of an answer, behind the question's line.
         version: of the template: `1.0`, `1.5` (which is also 1.6's), or None for another one.
     """
 
@@ -96,6 +114,13 @@ class PaddleOCRVLProcessor(VLProcessor):
     # Early templates of 1.0 print an image by it, without what encloses it.
     hidden_variables = ("image_token", "video_token")
     cuts_answers = True
+    special_tokens_map: ClassVar[dict[str, Any]] = {
+        "cls_token": CONVERSATION_START,
+        "bos_token": SENTENCE_START,
+        "eos_token": SENTENCE_END,
+        "pad_token": UNKNOWN,
+        "unk_token": UNKNOWN,
+    }
     task_prompts = TASK_PROMPTS
 
     def __init__(
@@ -121,24 +146,22 @@ class PaddleOCRVLProcessor(VLProcessor):
         video = tokenizer.backend.token_to_id(VIDEO)
         self.video_token_id = NO_TOKEN if video is None else video
         renderer: ChatTemplateRenderer = template.renderer
-        prompt = renderer.render(_PROBE, add_generation_prompt=True).text
-        if prompt.count(_PLACE) != 1:
-            raise ValueError(
-                f"{renderer.name} writes an image of a question as {prompt!r}; {_PLACE} is needed "
-                "once: take the template of the checkpoint"
-            )
-        self.version = next((name for name in HEADS if prompt.endswith(HEADS[name])), None)
+        self.opening = answer_opening(renderer)
+        self.version = next((name for name in HEADS if HEADS[name] == self.opening), None)
         self._carried_files.setdefault(INFERENCE_FILE, inference_settings(self.version))
-        self._tell(renderer.name, prompt)
+        self._tell(renderer.name)
 
-    def _tell(self, name: str, prompt: str) -> None:
+    def _tell(self, name: str) -> None:
         """Say which version the template and the limits of images are of."""
         images = self.image_processor
         limits = images.min_pixels, images.max_pixels
-        head = prompt.partition("Wq?")[2].removeprefix("\n")
         of = f"of PaddleOCR-VL {NAMES[self.version]}" if self.version else "of no published version"
         _LOGGER.info(
-            "%s is %s: answers follow %r; images have %d to %d pixels", name, of, head, *limits
+            "%s is %s: answers follow %r; images have %d to %d pixels",
+            name,
+            of,
+            self.opening,
+            *limits,
         )
         other = next((each for each in LIMITS if LIMITS[each] == limits), None)
         if None not in (other, self.version) and other != self.version:
@@ -181,22 +204,22 @@ class PaddleOCRVLProcessor(VLProcessor):
         )  # fmt: skip
         heads = ("User: ", *HEADS.values(), *TASK_PROMPTS.values())
         tokenizer = train_tokenizer([*heads, *texts], vocab_size, answer_tokens)
-        special = {
-            "cls_token": CONVERSATION_START, "bos_token": SENTENCE_START,
-            "eos_token": SENTENCE_END, "pad_token": UNKNOWN, "unk_token": UNKNOWN,
-        }  # fmt: skip
-        settings = {
-            "add_bos_token": False, "add_eos_token": False, "tokenizer_class": tokenizer.hf_class,
-            "processor_class": cls.__name__, "clean_up_tokenization_spaces": False, **special,
-        }  # fmt: skip
-        carried = {
-            "tokenizer_config.json": json.dumps(settings, indent=2) + "\n",
-            "special_tokens_map.json": json.dumps(special, indent=2) + "\n",
-            "chat_template.jinja": TEMPLATE,
-        }
+        name = "the template of 1.5"
         template = TemplateEncoder(
-            ChatTemplateRenderer(TEMPLATE, datetime.now(), special, name="the template of 1.5"),
+            ChatTemplateRenderer(TEMPLATE, datetime.now(), cls.special_tokens_map, name=name),
             tokenizer.backend,
             **cls.template_settings(),
         )
+        carried = {"chat_template.jinja": TEMPLATE, "tokenizer.model": as_sentencepiece(tokenizer)}
         return cls(tokenizer, images, None, carried, template)
+
+    def _tokenizer_config(self) -> dict[str, Any]:
+        # Without add_bos_token PaddleX puts <s> in front of every prompt.
+        return {
+            "add_bos_token": False,
+            "add_eos_token": False,
+            "clean_up_tokenization_spaces": False,
+            "processor_class": type(self).__name__,
+            "tokenizer_class": HF_CLASS,
+            **self.special_tokens_map,
+        }

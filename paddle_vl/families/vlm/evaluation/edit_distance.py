@@ -4,20 +4,39 @@ Both are exact: rapidfuzz gives the same numbers for sequences, and apted for tr
 time.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 
 def edit_distance(one: Sequence[Hashable], other: Sequence[Hashable]) -> int:
-    """How many entries must be put in, left out or replaced to make one sequence of the other.
+    """How many entries must be put in, left out or replaced to make one sequence of the other."""
+    if len(one) > len(other):
+        one, other = other, one
+    return [len(one), *_distances(one, other, is_part=False)][-1] if one else len(other)
+
+
+def near_ends(part: str, text: str, most: int) -> list[int]:
+    """Where pieces of a text end from which a part, not empty, differs by so many edits; of ends
+    side by side the nearest alone."""
+    near = [
+        (end, distance)
+        for end, distance in enumerate(_distances(part, text, is_part=True), start=1)
+        if distance <= most
+    ]
+    runs = groupby(enumerate(near), key=lambda each: each[1][0] - each[0])
+    return [min((d, end) for _, (end, d) in run)[1] for _, run in runs]
+
+
+def _distances(one: Sequence[Hashable], other: Sequence[Hashable], is_part: bool) -> Iterator[int]:
+    """The distance from the first sequence, after each entry of the other one.
+
+    Args:
+        is_part: of the nearest piece that ends there, not of all from the beginning.
 
     Source: Myers 1999 with Hyyro's counting, a column of the table of distances as the bits of two
     integers.
     """
-    if len(one) > len(other):
-        one, other = other, one
-    if not one:
-        return len(other)
     places: dict[Hashable, int] = {}
     for place, entry in enumerate(one):
         places[entry] = places.get(entry, 0) | 1 << place
@@ -29,9 +48,9 @@ def edit_distance(one: Sequence[Hashable], other: Sequence[Hashable]) -> int:
         is_kept = (((equal & rises) + rises) ^ rises) | equal | falls
         to_right, to_left = falls | ~(is_kept | rises) & all_bits, rises & is_kept
         distance += bool(to_right & last) - bool(to_left & last)
-        to_right, to_left = (to_right << 1 | 1) & all_bits, to_left << 1 & all_bits
+        yield distance
+        to_right, to_left = (to_right << 1 | (not is_part)) & all_bits, to_left << 1 & all_bits
         rises, falls = to_left | ~(is_kept | to_right) & all_bits, to_right & is_kept
-    return distance
 
 
 @dataclass(frozen=True)

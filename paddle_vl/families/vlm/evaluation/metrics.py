@@ -30,6 +30,7 @@ from paddle_vl.families.vlm.evaluation.document_metrics import (
 )
 from paddle_vl.families.vlm.evaluation.edit_distance import edit_distance
 from paddle_vl.families.vlm.evaluation.grounding_metrics import box_scores, points_right
+from paddle_vl.families.vlm.evaluation.page_checks import passes
 
 Numbers = dict[str, float]
 
@@ -335,6 +336,7 @@ _OF_SAMPLE: dict[str, Callable[[Scored], Any]] = {
     "multiple_choice": _multiple_choice,
     "mmmu": _mmmu,
     "box": lambda sample: box_scores(sample.answer, sample.references),
+    "olmocr": lambda sample: passes(sample.answer, sample.row),
     "pointing": lambda sample: points_right(sample.answer, sample.references),
 }
 _OF_PACKAGES: dict[str, Callable[[str], Metric]] = {

@@ -88,7 +88,8 @@ class SampleEncoder:
     def outline_sample(self, conversation: Conversation) -> dict[str, np.ndarray]:
         """A training sample from the headers of its images and videos, to measure its length.
 
-        Pixels are zeros `[P, 1]`. Errors are those of `encode_sample` that headers show.
+        Pixels are zeros `[P, 1]`. Height and width may be exchanged in a grid. Errors are those of
+        `encode_sample` that headers show.
         """
         return self.encode_sample(conversation, self.media(conversation, with_pixels=False))
 

@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.data.media_file import ImageSource, load_rgb, upright_size
+from paddle_vl.data.media_file import ImageSource, image_size, load_rgb
 from paddle_vl.families.vlm.inputs.preprocessor_files import VisionProcessor
 from paddle_vl.files.stored_settings import checked
 
@@ -75,7 +75,8 @@ class ImageProcessor(VisionProcessor):
 
         Args:
             images: paths, PIL images or uint8 `[H, W, 3]` arrays; at least one.
-            with_pixels: False gives zeros `[P, 1]` and grids from headers alone.
+            with_pixels: False gives zeros `[P, 1]` and grids from headers alone, in which EXIF may
+                exchange height and width.
 
         Returns:
             pixel_values `[P, 3 * temporal_patch_size * patch_size ** 2]` float32 and
@@ -93,7 +94,7 @@ class ImageProcessor(VisionProcessor):
 
     def encode_one(self, source: ImageSource, with_pixels: bool) -> tuple[Any, ...]:
         if not with_pixels:
-            width, height = upright_size(source)
+            width, height = image_size(source)
             return self.without_pixels(1, *self._fitted(height, width))
         image = load_rgb(source)
         if self.do_resize:

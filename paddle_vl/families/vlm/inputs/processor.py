@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from copy import copy
 from datetime import date, datetime, time
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from paddle_vl.config.families import model_values, processor_class
 from paddle_vl.data.formats.canonical import ROLES
@@ -62,6 +62,8 @@ _EQUAL_TEMPLATES = (
     "9d879ef91075acbfb2df7e441fd79d60bacfca989cf6d511d2af45c681e94f10",
 )
 
+P = TypeVar("P", bound="VLProcessor")
+
 
 class VLProcessor(ChatInputs):
     """Encodes conversations with images and videos.
@@ -80,6 +82,7 @@ class VLProcessor(ChatInputs):
         carried_files: files of a checkpoint that are written again unchanged, for other programs.
         hidden_variables: special tokens that a chat template does not get.
         cuts_answers: see `TemplateEncoder`.
+        special_tokens_map: special tokens by HF's names, for a new tokenizer.
         task_prompts: the question of each task that a row or a question may name.
     """
 
@@ -91,6 +94,11 @@ class VLProcessor(ChatInputs):
     carried_files: ClassVar[tuple[str, ...]] = _CARRIED_FILES
     hidden_variables: ClassVar[tuple[str, ...]] = ()
     cuts_answers: ClassVar[bool] = False
+    special_tokens_map: ClassVar[dict[str, Any]] = {
+        "additional_special_tokens": [token for token in CONTROL_TOKENS if token != END_OF_TEXT],
+        "eos_token": IM_END,
+        "pad_token": END_OF_TEXT,
+    }
     task_prompts: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
@@ -163,7 +171,7 @@ class VLProcessor(ChatInputs):
 
     @classmethod
     def from_pretrained(
-        cls,
+        cls: type[P],
         directory: str | os.PathLike,
         *,
         min_pixels: int | None = None,
@@ -178,7 +186,7 @@ class VLProcessor(ChatInputs):
         earlier_reasoning: EarlierReasoning = "refuse",
         template_date: date | None = None,
         model_type: str | None = None,
-    ) -> "VLProcessor":
+    ) -> P:
         """Read the processor files of a checkpoint directory, or of a model named on a hub.
 
         Args:
@@ -200,7 +208,7 @@ class VLProcessor(ChatInputs):
                 chat template cannot be compiled.
         """
         directory = path_or_download(os.fspath(directory))
-        kind: type[VLProcessor] = cls
+        kind: type[Any] = cls
         if cls is VLProcessor:
             kind = processor_class(directory, model_type)
         image_processor = kind.image_processor_class.from_pretrained(
@@ -279,9 +287,8 @@ class VLProcessor(ChatInputs):
         Raises:
             ValueError: with their names.
         """
-        if given := [
-            f"data.video_{name.removeprefix('video_')}" for name in settings if settings[name]
-        ]:
+        names = [name.removeprefix("video_") for name in settings if settings[name]]
+        if given := [f"data.video_{name}" for name in names]:
             raise ValueError(f"the model takes images alone: leave {', '.join(given)} out")
 
     def save_pretrained(self, directory: str | os.PathLike) -> None:
@@ -297,7 +304,7 @@ class VLProcessor(ChatInputs):
             self.video_processor.save_pretrained(directory)
         files = dict(self._carried_files)
         files.setdefault("tokenizer_config.json", _dump(self._tokenizer_config()))
-        files.setdefault("special_tokens_map.json", _dump(_SPECIAL_TOKENS_MAP))
+        files.setdefault("special_tokens_map.json", _dump(self.special_tokens_map))
         if self.template.renderer is None:
             files["chat_template.jinja"] = JINJA_TEMPLATE
         for name, content in files.items():
@@ -360,15 +367,8 @@ class VLProcessor(ChatInputs):
             "errors": "replace",
             "split_special_tokens": False,
             "unk_token": None,
-            **_SPECIAL_TOKENS_MAP,
+            **self.special_tokens_map,
         }
-
-
-_SPECIAL_TOKENS_MAP = {
-    "additional_special_tokens": [token for token in CONTROL_TOKENS if token != END_OF_TEXT],
-    "eos_token": IM_END,
-    "pad_token": END_OF_TEXT,
-}
 
 
 def _markers_of(model_type: str) -> VideoMarkers | None:

@@ -25,7 +25,7 @@ from tests.single_card_tests.families.vlm.test_folder_check import (
 from tests.support.ocr_folders import GOLDEN, TABLE, write_folder
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-PROBE = "visual.vision_model.head.probe"
+SHARD = "model-00001-of-00001.safetensors"
 NORM = "model.norm.weight"
 LIMITS = {"min_pixels": 1536, "max_pixels": 15360}
 
@@ -53,20 +53,15 @@ def nested(folder: Path) -> None:
     shutil.copyfile(GOLDEN / "models" / "tied" / "config.json", folder / "config.json")
 
 
-def under_another_name(folder: Path) -> None:
-    """The weights as PaddleFormers writes them."""
-    (folder / WEIGHTS).rename(folder / "model-00001-of-00001.safetensors")
-    index(folder)
-
-
 def index(folder: Path) -> None:
-    written(INDEX, {"weight_map": {NORM: "model-00001-of-00001.safetensors"}})(folder)
+    names = dict.fromkeys(load_file(folder / WEIGHTS), SHARD)
+    written(INDEX, {"metadata": {"total_size": 1}, "weight_map": names})(folder)
 
 
 def sharded(folder: Path) -> None:
-    names = list(load_file(folder / WEIGHTS))
-    (folder / WEIGHTS).rename(folder / "model-00001-of-00001.safetensors")
-    written(INDEX, {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")})(folder)
+    """Weights under the name that PaddleFormers gives them."""
+    index(folder)
+    (folder / WEIGHTS).rename(folder / SHARD)
 
 
 def without_pooling(arrays: dict[str, np.ndarray]) -> None:
@@ -79,10 +74,6 @@ def pooling_is_switched_off(folder: Path) -> None:
     config(lambda v: v["vision_config"].update(vision_use_head=False))(folder)
 
 
-def separate_head(folder: Path) -> None:
-    tensors(lambda a: a.update({"lm_head.weight": a["lm_head.weight"] + 1}))(folder)
-
-
 def template_of_1_0(folder: Path) -> None:
     templates = json.loads((GOLDEN / "templates" / "templates.json").read_text())["templates"]
     (folder / "chat_template.jinja").write_text(templates["1.0"])
@@ -93,6 +84,13 @@ def named(name: str) -> Callable[[Path], object]:
     return lambda folder: (folder / "inference.yml").write_text(text)
 
 
+def in_layout_of_transformers(folder: Path) -> None:
+    model = PaddleOCRVLForConditionalGeneration.from_pretrained(folder)
+    model.save_layout = "transformers"
+    model.save_pretrained(folder)
+
+
+MODULES = "refused: names of transformers' modules, as model.language_model."
 LACKS, OTHERS = "tensors that the folder lacks: ", "tensors that the model does not have: "
 SHAPE = f"refused: tensors of another shape: {TABLE} [64, 32], not [32768, 32]"
 ROWS: dict[str, Row] = {
@@ -113,7 +111,7 @@ ROWS: dict[str, Row] = {
     ),
     "weights under another name": Row(
         sharded,
-        {"paddlex": (f"missing: {WEIGHTS}", "refused: model-00001-of-00001.safetensors: PaddleX")},
+        {"paddlex": (f"missing: {WEIGHTS}: PaddleX reads one file of this name",)},
         "refused: ValueError: No Paddle model files",
     ),
     "an index that is left over": Row(
@@ -127,7 +125,8 @@ ROWS: dict[str, Row] = {
         "refused: assert",
     ),
     "a head that is not the embedding": Row(
-        separate_head, {"vllm": ("lost: lm_head.weight differs from the embedding, ",)}, "equal"
+        tensors(lambda a: a.update({"lm_head.weight": a["lm_head.weight"][::-1].copy()})),
+        {"vllm": ("lost: lm_head.weight differs from the embedding, ",)}, "equal"
     ),
     "no packing table": Row(
         tensors(lambda a: a.pop(TABLE)), {"paddlex": (f"refused: {LACKS}{TABLE}",)},
@@ -154,14 +153,16 @@ ROWS: dict[str, Row] = {
          "transformers": (f"ignored: {OTHERS}extra",)},
         "refused: assert",
     ),
+    "names of transformers' modules": Row(
+        in_layout_of_transformers,
+        dict.fromkeys(("paddlex", "vllm", "fastdeploy"), (MODULES,)), "refused: ValueError",
+    ),
     "no tokenizer of SentencePiece": Row(
         without("tokenizer.model"), {"paddlex": ("missing: tokenizer.model",)}, "refused: TypeError"
     ),
     "no chat template": Row(
         without("chat_template.jinja"),
-        {"paddlex": ("missing: chat_template.jinja", "missing: a chat template: "),
-         "vllm": ("missing: a chat template: ",), "fastdeploy": ("missing: a chat template: ",),
-         "transformers": ("missing: a chat template: ",)},
+        dict.fromkeys(ENGINES, ("missing: a chat template: chat_template.jinja",)),
         "refused: FileNotFoundError",
     ),
     "no settings of images": Row(

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paddle_vl.config.schema import LOWER_IS_BETTER
+from paddle_vl.config.guard_settings import LOWER_IS_BETTER
 from paddle_vl.families.vlm.evaluation.document_metrics import table_similarity
 from paddle_vl.families.vlm.evaluation.edit_distance import Tree, edit_distance, tree_edit_distance
 from paddle_vl.families.vlm.evaluation.metrics import Scored, metric_named
@@ -19,8 +19,8 @@ DATA = Path(__file__).parents[3] / "data" / "documents"
 LOC = "".join(f"<|LOC_{value}|>" for value in (100, 100, 300, 100, 300, 200, 100, 200))
 # Moved by half of its width: an IoU of a third.
 FAR = "".join(f"<|LOC_{value}|>" for value in (200, 100, 400, 100, 400, 200, 200, 200))
-# The same corners in another order.
-TURNED = "".join(f"<|LOC_{value}|>" for value in (300, 200, 100, 200, 100, 100, 300, 100))
+# The same corners, crossed.
+CROSSED = "".join(f"<|LOC_{value}|>" for value in (300, 200, 100, 100, 100, 200, 300, 100))
 ROW = "<table><tr><td>{}</td><td>{}</td></tr></table>"
 
 
@@ -63,7 +63,7 @@ def scored(name: str, *samples: tuple) -> dict[str, float]:
         ("teds", '<table><tr><td colspan="9999" rowspan="9999">a', [ROW.format("a", "b")], 0),
         ("spotting_f1", f"Total{LOC}\nSum{LOC}", [f"total{LOC}"], 2 / 3),
         ("spotting_f1", f"Total{FAR}", [f"Total{LOC}"], 0),
-        ("spotting_f1", f"Total{TURNED}", [f"Total{LOC}"], 1),
+        ("spotting_f1", f"Total{CROSSED}", [f"Total{LOC}"], 1),
         ("spotting_f1", f"Sum{LOC}", [f"Total{LOC}"], 0),
         ("spotting_f1", f"Total{LOC}\nTotal{LOC}", [f"Total{LOC}"], 2 / 3),
         ("spotting_f1", "nothing", [f"Total{LOC}"], 0),
