@@ -172,7 +172,7 @@ class PaddleOCRVLConfig(VLConfig):
         known, _ = known_values(cls, values, INERT_KEYS, "a configuration of PaddleOCR-VL")
         inert_text = (INERT_KEYS | _INERT_TEXT.keys()) - {"pad_token_id"}
         types = (f"{_TYPE}_text", _TYPE), (f"{_TYPE}_vision", _TYPE)
-        sections: dict[str, Any] = {
+        sections = {
             "text_config": typed_section(
                 PaddleOCRTextConfig, text, "text_config", types[0], inert_text
             ),
@@ -180,7 +180,8 @@ class PaddleOCRVLConfig(VLConfig):
                 PaddleOCRVisionConfig, vision, "vision_config", types[1], INERT_KEYS
             ),
         }
-        return cls(**known | sections | ties | {"tie_flags_agree": True})
+        whole: dict[str, Any] = known | sections | ties | {"tie_flags_agree": True}
+        return cls(**whole)
 
     def to_dict(self) -> dict[str, Any]:
         """The content of config.json in the hub's dialect. Its tie flag is false, as there: where

@@ -108,7 +108,7 @@ def _grids(batch: VLBatch, merge: int) -> dict[str, Any]:
                 count = None if of_kind is None else of_kind.shape[0]
                 grid = checked_grid(name.partition("_")[0], count, grid)
             found[name] = grid
-        if of_kind is not None and len(of_kind.shape) == 4:
+        if grid is not None and of_kind is not None and len(of_kind.shape) == 4:
             order: Any = in_blocks(grid, merge)
             if isinstance(of_kind, Tensor):
                 order = device_tensor(order)
