@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paddle_vl.config.schema import LoRAConfig
+    from paddle_vl.families.paddleocr_vl.config import PaddleOCRVLConfig
+    from paddle_vl.families.paddleocr_vl.model import PaddleOCRVLForConditionalGeneration
     from paddle_vl.families.pi07.config import PI07Config
     from paddle_vl.families.pi07.planner import PI07HighLevelPlanner
     from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
@@ -39,6 +41,8 @@ _HOME = {
     "PI07Config": "paddle_vl.families.pi07.config",
     "PI07HighLevelPlanner": "paddle_vl.families.pi07.planner",
     "PI07LowLevelPolicy": "paddle_vl.families.pi07.policy",
+    "PaddleOCRVLConfig": "paddle_vl.families.paddleocr_vl.config",
+    "PaddleOCRVLForConditionalGeneration": "paddle_vl.families.paddleocr_vl.model",
     "Qwen3_5Config": "paddle_vl.families.qwen3_5.config",
     "Qwen3_5ForConditionalGeneration": "paddle_vl.families.qwen3_5.model",
     "Qwen3_5MoeForConditionalGeneration": "paddle_vl.families.qwen3_5.model",
@@ -52,6 +56,8 @@ __all__ = [
     "PI07Config",
     "PI07HighLevelPlanner",
     "PI07LowLevelPolicy",
+    "PaddleOCRVLConfig",
+    "PaddleOCRVLForConditionalGeneration",
     "Qwen3VLConfig",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLProcessor",

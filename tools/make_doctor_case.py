@@ -2,12 +2,13 @@
 
     PYTHON tools/make_doctor_case.py paddle_vl/doctor/cases/qwen3_vl.safetensors
     PYTHON tools/make_doctor_case.py paddle_vl/doctor/cases/qwen3_5.safetensors
+    PYTHON tools/make_doctor_case.py paddle_vl/doctor/cases/paddleocr_vl.safetensors
 
 PYTHON is an interpreter with torch and transformers; nothing of paddle_vl is imported. The file has
-the weights under HF's names, the batch (`in.`), logits, loss, every gradient (`grad.`), and six
-greedy tokens of the first sample's prompt, all float32 or int64. Its metadata has `config`, a
-config.json, and the versions. Parameters are random and away from neutral values, so that a part
-that is left out changes the loss.
+the weights under HF's names (of PaddleOCR-VL, the hub's), the batch (`in.`), logits, loss, every
+gradient (`grad.`), and six greedy tokens of the first sample's prompt, all float32 or int64. Its
+metadata has `config`, a config.json, and the versions. Parameters are random and away from neutral
+values, so that a part that is left out changes the loss.
 """
 
 import argparse
@@ -39,6 +40,21 @@ VISION = {
     "num_position_embeddings": 16, "deepstack_visual_indexes": [1],
     "hidden_act": "gelu_pytorch_tanh",
 }  # fmt: skip
+# Of PaddleOCR-VL, whose files have the text's settings at the top.
+TEXT_OCR = TEXT | {
+    "rope_scaling": {"rope_type": "default", "type": "default", "mrope_section": [1, 1, 2]},
+    "rms_norm_eps": 1e-5, "pad_token_id": 0,
+}  # fmt: skip
+VISION_OCR = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "image_size": 18, "patch_size": 4, "spatial_merge_size": 2, "num_channels": 3,
+    "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
+}  # fmt: skip
+HUBS = {
+    "model.visual.": "visual.",
+    "model.projector.": "mlp_AR.",
+    "model.language_model.": "model.",
+}
 GRIDS = [[1, 4, 4], [1, 2, 4]]
 NEW_TOKENS = 6
 
@@ -57,6 +73,7 @@ def main() -> None:
     if is_hybrid:
         text, vision, kind = dict(TEXT_3_5), VISION | {"deepstack_visual_indexes": []}, "Qwen3_5"
         del text["rope_theta"], text["rope_scaling"]
+    is_document = "paddleocr_vl" in options.file
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     values = {
@@ -65,11 +82,16 @@ def main() -> None:
         "tie_word_embeddings": False, "image_token_id": IMAGE, "video_token_id": VIDEO,
         "vision_start_token_id": START, "vision_end_token_id": END,
     }  # fmt: skip
+    if is_document:
+        kind = "PaddleOCRVL"
+        values |= {"model_type": "paddleocr_vl", **TEXT_OCR, "vision_config": VISION_OCR}
+        del values["text_config"]
     config = getattr(transformers, f"{kind}Config")(**json.loads(json.dumps(values)))
     model_class = getattr(transformers, f"{kind}ForConditionalGeneration")
     model = model_class._from_config(config, attn_implementation="eager")
     model = model.float()
-    rng = np.random.default_rng(0)
+    # A draw whose gradients are well above rounding.
+    rng = np.random.default_rng(5 if is_document else 0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             shape = tuple(parameter.shape)
@@ -90,11 +112,13 @@ def main() -> None:
     mask = np.array([[1] * len(row) + [0] * (length - len(row)) for row in rows])
     labels = np.where((mask == 1) & (ids < IMAGE), ids, -100)
     labels[:, 0] = -100
-    patch = 3 * VISION["temporal_patch_size"] * VISION["patch_size"] ** 2
+    patch = [3 * VISION["temporal_patch_size"] * VISION["patch_size"] ** 2]
+    if is_document:
+        patch = [3, VISION_OCR["patch_size"], VISION_OCR["patch_size"]]
     count = sum(int(np.prod(grid)) for grid in GRIDS)
     batch = {
         "input_ids": ids, "attention_mask": mask, "labels": labels,
-        "pixel_values": rng.standard_normal((count, patch)).astype(np.float32),
+        "pixel_values": rng.standard_normal((count, *patch)).astype(np.float32),
         "image_grid_thw": np.array(GRIDS),
     }  # fmt: skip
     given = {name: torch.tensor(array) for name, array in batch.items()}
@@ -111,8 +135,9 @@ def main() -> None:
     tokens = model.generate(
         **prompt, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
     )[:, -NEW_TOKENS:]
-    arrays = {name: p.detach().numpy() for name, p in model.named_parameters()}
-    arrays |= {f"grad.{name}": p.grad.numpy() for name, p in model.named_parameters()}
+    parameters = {hubs_name(name, is_document): p for name, p in model.named_parameters()}
+    arrays = {name: p.detach().numpy() for name, p in parameters.items()}
+    arrays |= {f"grad.{name}": p.grad.numpy() for name, p in parameters.items()}
     arrays |= {f"in.{name}": array for name, array in batch.items()}
     arrays |= {
         "logits": output.logits.detach().numpy(),
@@ -123,6 +148,14 @@ def main() -> None:
     made_with = f"transformers {transformers.__version__}, torch {torch.__version__}"
     save_file(arrays, options.file, {"config": json.dumps(values), "made_with": made_with})
     print(f"loss {output.loss.item():.6f}, tokens {tokens.tolist()}")
+
+
+def hubs_name(name: str, is_document: bool) -> str:
+    """The key in the hub's files of a parameter, which for PaddleOCR-VL is another."""
+    for module, hubs in HUBS.items() if is_document else ():
+        if name.startswith(module):
+            return hubs + name.removeprefix(module)
+    return name
 
 
 if __name__ == "__main__":

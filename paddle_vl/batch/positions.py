@@ -234,40 +234,68 @@ class PatchRows(NamedTuple):
     tap_weights: Any
 
 
-def vision_layout(grid_thw: np.ndarray, *, table_side: int, merge: int = 2) -> PatchRows:
+def vision_layout(
+    grid_thw: np.ndarray, *, table_side: int, merge: int = 2, aligns_corners: bool = True
+) -> PatchRows:
     """Lay out the patches of all items in order.
 
     Args:
         grid_thw: `[I, 3]` patches (t, h, w) per image or video.
         table_side: side of the square table of learned positions.
         merge: side of a merge block, in patches.
+        aligns_corners: whether the corners of frame and table coincide; else their edges do.
 
     Raises:
         ValueError: an empty grid, or one that merge blocks do not tile, with its item number.
     """
-    grid_thw = np.asarray(grid_thw, dtype=np.int64).reshape(-1, 3)
     places = []
-    for item, (t, h, w) in enumerate(grid_thw):
-        if min(t, h, w) < 1 or h % merge or w % merge:
-            raise ValueError(
-                f"vision item {item} has grid {[int(t), int(h), int(w)]}: frames must be at least "
-                f"1, and height and width positive multiples of the merge size {merge}"
-            )
+    for t, h, w in _tiled(grid_thw, merge):
         blocks = (h // merge, merge, w // merge, merge)
         y, x = (
             axis.reshape(blocks).transpose(0, 2, 1, 3).reshape(-1)
             for axis in np.indices((h, w), dtype=np.int64)
         )
-        of_frame = np.stack([y, x], axis=1), *_bilinear_taps(y, x, h, w, table_side)
+        of_frame = np.stack([y, x], axis=1), *_bilinear_taps(y, x, h, w, table_side, aligns_corners)
         places.append([np.tile(each, (t, 1)) for each in of_frame])
     return PatchRows(*(np.concatenate(each) for each in zip(*places, strict=True)))
 
 
 def patch_places(grid_thw: np.ndarray, vision: Any) -> dict[str, np.ndarray]:
     """`PATCH_FIELDS` of the patches of some items, for a tower of that configuration."""
-    side, merge = vision.table_side, vision.spatial_merge_size
-    layout = vision_layout(grid_thw, table_side=side, merge=merge)
+    layout = vision_layout(
+        grid_thw,
+        table_side=vision.table_side,
+        merge=vision.spatial_merge_size,
+        aligns_corners=vision.aligns_corners,
+    )
     return dict(zip(PATCH_FIELDS, layout, strict=True))
+
+
+def in_blocks(grid_thw: np.ndarray, merge: int) -> np.ndarray:
+    """Of patches in raster order (frame, row, column), the numbers in merge-block order: `[P]`.
+
+    Raises:
+        ValueError: as of `vision_layout`.
+    """
+    orders, start = [], 0
+    for t, h, w in _tiled(grid_thw, merge):
+        numbers = np.arange(start, start + t * h * w)
+        blocks = numbers.reshape(t, h // merge, merge, w // merge, merge)
+        orders.append(blocks.transpose(0, 1, 3, 2, 4).reshape(-1))
+        start += t * h * w
+    return np.concatenate(orders)
+
+
+def _tiled(grid_thw: np.ndarray, merge: int) -> np.ndarray:
+    """Grids as int64 `[I, 3]`, of frames that merge blocks tile."""
+    grid_thw = np.asarray(grid_thw, dtype=np.int64).reshape(-1, 3)
+    for item, (t, h, w) in enumerate(grid_thw):
+        if min(t, h, w) < 1 or h % merge or w % merge:
+            raise ValueError(
+                f"vision item {item} has grid {[int(t), int(h), int(w)]}: frames must be at least "
+                f"1, and height and width positive multiples of the merge size {merge}"
+            )
+    return grid_thw
 
 
 def frame_runs(grid_thw: np.ndarray) -> tuple[tuple[int, int], ...]:
@@ -302,15 +330,19 @@ def padded_segments(
 
 
 def _bilinear_taps(
-    y: np.ndarray, x: np.ndarray, h: int, w: int, side: int
+    y: np.ndarray, x: np.ndarray, h: int, w: int, side: int, aligns_corners: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Table rows and their weights, `[P, 4]`; the corners of frame and table coincide.
+    """Table rows and their weights, `[P, 4]`.
 
-    Example: a frame of 4 rows over a table of 6 rows reads rows 0, 5/3, 10/3 and 5.
+    Example: a frame of 4 rows over a table of 6 rows reads rows 0, 5/3, 10/3 and 5 if the corners
+    coincide; else 1/4, 7/4, 13/4 and 19/4, or of a frame of 12 rows first -1/4, which is row 0.
     """
 
     def axis_taps(i: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        source = i * (side - 1) / max(n - 1, 1)
+        if aligns_corners:
+            source = i * (side - 1) / max(n - 1, 1)
+        else:
+            source = ((i + 0.5) * side / n - 0.5).clip(0, side - 1)
         low = np.floor(source).astype(np.int64)
         return low, np.minimum(low + 1, side - 1), source - low
 

@@ -10,7 +10,7 @@ Source: PEFT 0.21, `peft/utils/save_and_load.py` and `peft/tuners/lora/config.py
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -115,8 +115,11 @@ class StoredAdapter:
     keeps_ties: bool
 
     @classmethod
-    def read(cls, folder: Path) -> "StoredAdapter":
+    def read(cls, folder: Path, key_here: Callable[[str], str] = str) -> "StoredAdapter":
         """Read an adapter's configuration and the headers of its tensors.
+
+        Args:
+            key_here: the key in this package's files of one in the adapter's file.
 
         Raises:
             RuntimeError: a file is missing or damaged.
@@ -139,14 +142,15 @@ class StoredAdapter:
         targets = [key.removesuffix(A_KEY) for key in tensors if key.endswith(A_KEY)]
         if not targets:
             raise ValueError(f"{folder / TENSOR_FILE} has no tensor that ends in {A_KEY}")
+        here = {module: key_here(f"{module}.").removesuffix(".") for module in targets}
         settings = {name: values[name] for name in _COMPUTED if values.get(name) is not None}
         try:
-            config = LoRAConfig(**settings, target_modules=targets)
+            config = LoRAConfig(**settings, target_modules=list(here.values()))
         except ValidationError as error:
             raise ValueError(f"{folder / CONFIG_FILE}: {explained(error)}") from error
         try:
             sizes = {
-                module: Size(
+                here[module]: Size(
                     _of_module(module, config.rank_pattern, config.r),
                     _of_module(module, config.alpha_pattern, config.lora_alpha),
                 )
@@ -156,9 +160,10 @@ class StoredAdapter:
             raise ValueError(
                 f"{folder / CONFIG_FILE}: a pattern is no expression: {error}"
             ) from error
-        saved, base = tuple(values.get("modules_to_save") or ()), "base_model_name_or_path"
+        saved = [key_here(f"{m}.").removesuffix(".") for m in values.get("modules_to_save") or ()]
+        base, tensors = "base_model_name_or_path", {key_here(k): t for k, t in tensors.items()}
         keeps_ties = bool(values.get("ensure_weight_tying"))
-        return cls(folder, config, sizes, saved, values.get(base), tensors, keeps_ties)
+        return cls(folder, config, sizes, tuple(saved), values.get(base), tensors, keeps_ties)
 
     def merged(self, base: Mapping[str, StoredTensor]) -> list[TensorToWrite]:
         """The base's tensors with the adapter added, computed as they are written.
@@ -264,13 +269,23 @@ def folder_with(file: str, folder: Path, base: str | Path | None = None) -> Path
     return folder if has_it else base_folder(folder, base)
 
 
-def write_config(folder: Path, adapter: Adapter, task: str | None = "CAUSAL_LM") -> None:
+def write_config(
+    folder: Path,
+    adapter: Adapter,
+    task: str | None = "CAUSAL_LM",
+    key: Callable[[str], str] = str,
+) -> None:
     """Write `adapter_config.json`. Modules are listed by full name, so that PEFT matches these.
 
     Args:
         task: PEFT's task_type.
+        key: the key in the adapter's file of one in this package's files.
     """
     config = adapter.config
+    sizes, saved = (
+        {key(f"{module}.").removesuffix("."): size for module, size in adapter.sizes.items()},
+        [key(f"{module}.").removesuffix(".") for module in adapter.saved],
+    )
     alpha = config.lora_alpha
     values = {
         "peft_type": "LORA",
@@ -280,15 +295,13 @@ def write_config(folder: Path, adapter: Adapter, task: str | None = "CAUSAL_LM")
         "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
         "lora_dropout": config.lora_dropout,
         "use_rslora": config.use_rslora,
-        "target_modules": list(adapter.sizes),
-        "modules_to_save": list(adapter.saved) or None,
+        "target_modules": list(sizes),
+        "modules_to_save": saved or None,
         "bias": "none",
         "fan_in_fan_out": False,
         "use_dora": config.use_dora,
-        "rank_pattern": {m: size.r for m, size in adapter.sizes.items() if size.r != config.r},
-        "alpha_pattern": {
-            m: size.alpha for m, size in adapter.sizes.items() if size.alpha != alpha
-        },
+        "rank_pattern": {m: size.r for m, size in sizes.items() if size.r != config.r},
+        "alpha_pattern": {m: size.alpha for m, size in sizes.items() if size.alpha != alpha},
         "init_lora_weights": True,
         "inference_mode": True,
     }

@@ -76,24 +76,6 @@ def parameters_to_write(
     return tensors
 
 
-def save_parameters(
-    folder: Path,
-    parameters: Iterable[StoredParameter],
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-    ranks: CheckpointRanks | None = None,
-    write: FileWriter = write_file,
-    store: "ParameterStore | None" = None,
-    others: Iterable[TensorToWrite] = (),
-) -> None:
-    """Write the weights of a model folder, see `write_tensors` and `parameters_to_write`.
-
-    Args:
-        others: tensors of this stage that belong to no parameter.
-    """
-    tensors = [*parameters_to_write(parameters, store=store), *others]
-    write_tensors(folder, "model", tensors, max_shard_bytes, ranks, write)
-
-
 def write_tensors(
     folder: Path,
     stem: str,

@@ -99,6 +99,12 @@ class _Session:
             else:
                 logger.info("there is no answer: your message is taken back")
 
+    def ask_task(self, name: str) -> None:
+        """Ask for a task of the model, of the files given."""
+        text = _text_part(self._answers.processor.task_prompt(name.strip()))
+        content, self.next_files = [*self.next_files, text], []
+        self.ask(content)
+
     def take_back(self) -> list[Any]:
         """Remove the user's last message and all after it; returns its content."""
         users = [i for i, message in enumerate(self._messages) if message["role"] == "user"]
@@ -146,6 +152,10 @@ _COMMANDS: dict[str, tuple[str, Any]] = {
     "/image": (
         "FILE: show it with the next message, which may name files too",
         lambda chat, path: chat.next_files.append(_file_part(_path(path))),
+    ),
+    "/task": (
+        "NAME: ask for a task of the model, such as table, of these files",
+        _Session.ask_task,
     ),
     "/system": ("TEXT: begin anew, with this text of the system", _Session.begin),
     "/retry": ("answer the last message again", lambda chat, _: chat.ask(chat.take_back())),

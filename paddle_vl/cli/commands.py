@@ -140,10 +140,14 @@ EVALUATE = Command(
 def generate(options: argparse.Namespace) -> int:
     """Print one answer."""
     settings = generation_settings(options)
+    if (options.prompt is None) == (options.task is None):
+        raise ValueError("there is one question: give either --prompt or --task")
     configure_runtime()
     folder, family = family_of_model(options.model, options.base)
     chat = family.ask("chat", folder, options.base, options.chat_template_kwargs)
     prompt = options.prompt
+    if prompt is None:
+        prompt = chat.processor.task_prompt(options.task)
     if not any(f"<{kind}>" in prompt for kind in MEDIA_KINDS):
         prompt = "".join(f"<{kind}>" for kind, _ in options.media) + prompt
     message = {"role": "user", "content": prompt}
@@ -213,7 +217,12 @@ GENERATE = Command(
             )
             for kind, name in MEDIA_KINDS.items()
         ),
-        value("--prompt", "TEXT", "the question", required=True),
+        value("--prompt", "TEXT", "the question"),
+        value(
+            "--task", "NAME",
+            "in place of --prompt, the question of a task; PaddleOCR-VL's are text, table, "
+            "formula, chart, spotting and seal",
+        ),
         switch("--no-stream", "print the answer when it is complete"),
         *DECODING,
     ],

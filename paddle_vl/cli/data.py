@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from paddle_vl.config.row_sources import RowSourceConfig
 
 
-# Settings that need `data.eval`: samples are shown also where it is taken away.
-_NO_EVALUATION = ("train.eval_steps=null", "train.eval=null", "train.best=null")
+# Samples of data.train are shown without the evaluation, whatever its data are.
+_NO_EVALUATION = (
+    "data.eval=[]", "train.eval_steps=null", "train.eval=null", "train.best=null", "train.guard=[]",
+)  # fmt: skip
 
 
 def show_data(options: argparse.Namespace) -> int:
@@ -36,7 +38,7 @@ def show_data(options: argparse.Namespace) -> int:
     from paddle_vl.config.families import family_of_run
     from paddle_vl.report.samples_page import as_text, page
 
-    options.overrides += _NO_EVALUATION
+    options.overrides += () if options.eval else _NO_EVALUATION
     config = read_run(options)
     family = family_of_run(config)
     asked = (options.eval, options.first, options.samples)

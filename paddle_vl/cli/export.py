@@ -69,7 +69,7 @@ def check_folder(options: argparse.Namespace) -> int:
 
 CHECK_FOLDER = Command(
     check_folder,
-    "whether vLLM, SGLang, FastDeploy or transformers serves a model folder",
+    "whether vLLM, SGLang, FastDeploy, PaddleX or transformers serves a model folder",
     "Compare a model folder, or adapters and their base, with what an engine reads. Prints what is "
     "refused, missing, lost (the engine says nothing, and answers differ), unchecked (paddle-vl "
     "cannot read it) and ignored (answers are the same); the exit code is 1 for the first four. "
@@ -77,8 +77,9 @@ CHECK_FOLDER = Command(
     "example:\n  paddle-vl check-folder runs/doors --for vllm",
     [
         model(),
-        value("--for", "ENGINE", "vllm, sglang, fastdeploy or transformers", dest="engine",
-              required=True, choices=("vllm", "sglang", "fastdeploy", "transformers")),
+        value("--for", "ENGINE", "vllm, sglang, fastdeploy, transformers or paddlex",
+              dest="engine", required=True,
+              choices=("vllm", "sglang", "fastdeploy", "transformers", "paddlex")),
         BASE,
     ],
     folders=("model",),

@@ -6,6 +6,7 @@ outside of the package registers itself with one call of `register_family`.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -61,6 +62,7 @@ class FamilyEntry:
         refusals: what is told where it has none, in place of `_REFUSALS`.
         sizes: how the names of its published sizes begin, in small letters; not needed of the
             first family.
+        processor: "module:Class" of its processor, by HF's name; not needed of a policy.
     """
 
     name: str
@@ -71,6 +73,7 @@ class FamilyEntry:
     capabilities: Mapping[str, str] = field(default_factory=dict)
     refusals: Mapping[str, str] = field(default_factory=dict)
     sizes: tuple[str, ...] = ()
+    processor: str = ""
 
     def settings_class(self) -> Any:
         return _loaded(self.settings)
@@ -230,7 +233,9 @@ def model_values(source: str | Path | dict[str, Any] | None) -> dict[str, Any]:
     """
     if isinstance(source, dict) or source is None:
         return source or {}
-    file, name = Path(source), str(source).lower().removeprefix("qwen/")
+    file, name = Path(source), str(source).lower()
+    for owner in ("qwen/", "paddlepaddle/"):
+        name = name.removeprefix(owner)
     of_size = [entry for entry in _FAMILIES if name.startswith(entry.sizes)]
     try:
         file = file / "config.json" if file.is_dir() else file
@@ -240,6 +245,26 @@ def model_values(source: str | Path | dict[str, Any] | None) -> dict[str, Any]:
         return read_json_object(file, "a config.json") if file.is_file() else {}
     except (OSError, RuntimeError):
         return {}
+
+
+def processor_class(folder: Path, model_type: str | None = None) -> Any:
+    """The class of a folder's processor, by the `processor_class` of its files, else by the type of
+    its model; of no family's the first's.
+
+    Args:
+        model_type: of the model; None for that of the folder's config.json.
+    """
+    own = [entry for entry in _FAMILIES if entry.processor]
+    by_name = {entry.processor.partition(":")[2]: entry.processor for entry in own}
+    for file in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
+        # What cannot be read is told by who needs it.
+        with suppress(OSError, RuntimeError):
+            values = read_json_object(folder / file, "a processor's file")
+            if (name := values.get("processor_class")) in by_name:
+                return _loaded(by_name[name])
+    model_type = model_type or model_values(folder).get("model_type")
+    found = [entry.processor for entry in own if model_type in entry.model_types]
+    return _loaded((found or [own[0].processor])[0])
 
 
 def _loaded(path: str) -> Any:
@@ -258,6 +283,11 @@ VLM_CAPABILITIES = {
     "shown_samples": f"{_VLM}.training.shown_samples:shown_samples",
     "questions": f"{_VLM}.answering.questions:asked_questions",
 }
+_EXPORTED_VL = {
+    "export": "paddle_vl.export.qwen3_vl.programs:to_export",
+    "exported": "paddle_vl.export.qwen3_vl.exported:ExportedQwen3VL",
+}
+_OCR = "paddle_vl.families.paddleocr_vl"
 _PI07, _PI07_EXPORT = "paddle_vl.families.pi07", "paddle_vl.export.pi07"
 _OF_BOTH_POLICIES = {
     "evaluate": f"{_PI07}.recipe:build_evaluation",
@@ -279,11 +309,8 @@ for _entry in (
         f"{_VLM}.settings:VLRun",
         "paddle_vl.families.qwen3_vl.recipe:Qwen3VLRecipe",
         "paddle_vl.families.qwen3_vl.model:Qwen3VLForConditionalGeneration",
-        VLM_CAPABILITIES
-        | {
-            "export": "paddle_vl.export.qwen3_vl.programs:to_export",
-            "exported": "paddle_vl.export.qwen3_vl.exported:ExportedQwen3VL",
-        },
+        VLM_CAPABILITIES | _EXPORTED_VL,
+        processor=f"{_VLM}.inputs.processor:Qwen3VLProcessor",
     ),
     FamilyEntry(
         "Qwen3.5",
@@ -298,6 +325,17 @@ for _entry in (
             "with the model itself"
         },
         sizes=("qwen3.5-", "qwen3.6-", "qwen3.8-"),
+        processor=f"{_VLM}.inputs.processor:Qwen3VLProcessor",
+    ),
+    FamilyEntry(
+        "PaddleOCR-VL",
+        ("paddleocr_vl",),
+        f"{_OCR}.settings:PaddleOCRVLRun",
+        f"{_OCR}.recipe:PaddleOCRVLRecipe",
+        f"{_OCR}.model:PaddleOCRVLForConditionalGeneration",
+        VLM_CAPABILITIES | _EXPORTED_VL | {"check_folder": f"{_OCR}.folder_check:check_folder"},
+        sizes=("paddleocr-vl",),
+        processor=f"{_OCR}.inputs.processor:PaddleOCRVLProcessor",
     ),
     FamilyEntry(
         "pi07 policy",

@@ -90,17 +90,19 @@ def own_settings(
 
 
 def settings_help() -> Iterator[tuple[str, tuple[str, ...], Descriptions]]:
-    """Settings in groups for `--help`: those of every run, then those of each family.
+    """Settings in groups for `--help`: those of every run, then those of each family, without what
+    it shares with one before.
 
     Yields:
         The group's title, the family's named groups of parameters, and default and description of
         each setting.
     """
-    common = setting_descriptions(RunConfig)
+    common, classes = setting_descriptions(RunConfig), settings_classes()
     yield "settings of every run", (), common
-    for run in settings_classes():
-        own = setting_descriptions(run)
-        own = {name: described for name, described in own.items() if name not in common}
+    of_all = {run: setting_descriptions(run) for run in classes}
+    for run, own in of_all.items():
+        shared = set(common).union(*(of_all[o] for o in classes if o in run.__mro__[1:]))
+        own = {name: described for name, described in own.items() if name not in shared}
         yield f"settings of {run.family} only", tuple(run.parts), own
 
 

@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 from paddle_vl.config.bounded_yaml import read_document
 from paddle_vl.config.data_sources import PATH, ROWS, SOURCE, SourceConfig
 from paddle_vl.config.family_settings import Descriptions, Key, own_settings, settings_class_of
-from paddle_vl.config.peer_names import setting_for
+from paddle_vl.config.peer_names import not_needed, setting_for
 from paddle_vl.config.row_sources import RowSourceConfig
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.config.section import Section, flatten, setting_descriptions
@@ -266,6 +266,8 @@ def _message(
 
 def _nearest(key: Key, value: Any, run: type[Section], described: Descriptions) -> str:
     name = ".".join(str(part)[:_LONGEST_NAME] for part in key)
+    if (reason := not_needed(name)) is not None:
+        return f"{reason}: leave it out"
     if (setting := setting_for(name, described)) is not None:
         return f"did you mean {setting}?"
     # A section of another trainer.

@@ -1,7 +1,7 @@
 """The right setting for a name that is none: names of other trainers, then the nearest spelling.
 
-The table has names of HF's Trainer, PEFT, ms-swift, LLaMA-Factory, Megatron, PaddleFormers, openpi
-and LeRobot.
+The tables have names of HF's Trainer, PEFT, ms-swift, LLaMA-Factory, Megatron, PaddleFormers,
+ERNIEKit, openpi and LeRobot.
 """
 
 import difflib
@@ -12,23 +12,24 @@ from collections.abc import Iterable
 PEERS = {
     "model.pretrained": "model_name_or_path model_id_or_path model_path model_dir model_id "
     "pretrained_model_name_or_path pretrained_path init_from_ckpt",
-    "model.compute_dtype": "torch_dtype dtype model_dtype precision mixed_precision",
+    "model.compute_dtype": "torch_dtype dtype model_dtype precision mixed_precision compute_type",
     "model.compute_dtype=bfloat16": "bf16 pure_bf16 fp16 half float16 use_amp amp "
     "fp16_opt_level amp_master_grad",
     "model.freeze=[vision]": "freeze_vision freeze_vit freeze_vision_tower",
     "model.freeze=[mergers]": "freeze_aligner freeze_multi_modal_projector freeze_merger",
     "model.freeze=[language]": "freeze_llm freeze_language_model",
     "model.freeze": "freeze_config freeze_parameters",
-    "model.lora": "train_type tuner_type finetuning_type peft_config use_peft peft",
+    "model.lora": "train_type tuner_type finetuning_type fine_tuning peft_config use_peft peft",
     "model.lora.r": "rank lora_rank lora_r",
     "model.lora.lora_alpha": "alpha",
     "model.lora.target_modules": "lora_target lora_target_modules targets",
     "model.lora.modules_to_save": "additional_target lora_modules_to_save",
     "model.lora.use_rslora": "rslora",
     "data.train": "dataset train_dataset train_file train_files train_data data_path "
-    "dataset_path train_dataset_path dataset_dir repo_id",
+    "dataset_path train_dataset_path train_dataset_prob dataset_dir repo_id",
     "data.eval": "val_dataset eval_dataset validation_file val_file val_data eval_data "
-    "test_file eval_dataset_path valid_dataset",
+    "test_file eval_dataset_path valid_dataset eval_dataset_prob",
+    "data.format": "train_dataset_type eval_dataset_type",
     "data.processor": "tokenizer tokenizer_name tokenizer_path tokenizer_name_or_path "
     "processor_path processor_name",
     "data.max_length": "cutoff_len max_seq_length max_seq_len model_max_length seq_length "
@@ -38,7 +39,7 @@ PEERS = {
     "data.video_fps": "fps",
     "data.video_max_frames": "video_maxlen fps_max_frames max_frames nframes",
     "data.video_min_frames": "fps_min_frames min_frames",
-    "data.packing": "neat_packing padding_free pack greedy_intokens",
+    "data.packing": "neat_packing padding_free pack greedy_intokens truncate_packing",
     "data.num_workers": "dataloader_num_workers num_workers_per_gpu preprocessing_num_workers "
     "dataset_num_proc",
     "data.prefetch_batches": "dataloader_prefetch_factor prefetch_factor",
@@ -57,10 +58,11 @@ PEERS = {
     "parallel.expert_capacity_factor": "moe_expert_capacity_factor expert_capacity_factor "
     "moe_capacity_factor capacity_factor",
     "parallel.sharding_degree": "sharding_parallel_degree sharding_parallel_size sharding_size",
-    "parallel.sharding_stage": "sharding deepspeed zero_stage zero fsdp fsdp_config stage",
+    "parallel.sharding_stage": "sharding deepspeed zero_stage zero fsdp fsdp_config",
     "parallel.num_virtual_stages": "virtual_pp_degree vpp "
     "virtual_pipeline_model_parallel_size",
     "parallel.timeout_s": "ddp_timeout",
+    "train.objective": "stage",
     "train.objective=preference": "rlhf_type",
     "preference.loss_type": "pref_loss",
     "preference.beta": "pref_beta",
@@ -71,7 +73,7 @@ PEERS = {
     "train.max_steps": "steps num_steps total_steps max_iterations train_iters num_training_steps",
     "train.num_train_epochs": "epochs epoch num_epochs max_epochs n_epochs",
     "train.per_device_train_batch_size": "batch_size train_batch_size micro_batch_size bs "
-    "per_gpu_train_batch_size micro_train_batch_size",
+    "per_gpu_train_batch_size micro_train_batch_size packing_size",
     "train.per_device_eval_batch_size": "eval_batch_size val_batch_size per_gpu_eval_batch_size",
     "train.gradient_accumulation_steps": "grad_accum gradient_accumulation accumulation_steps "
     "grad_accumulation_steps accumulate_steps",
@@ -114,9 +116,30 @@ PEERS = {
     "logging.progress_bar": "disable_tqdm tqdm",
     "logging.report_to": "wandb tensorboard visualdl swanlab use_swanlab logger log_with",
 }  # fmt: skip
+# Names that have no setting, by what is said of them.
+NOT_NEEDED = {
+    "the chat template is the one in the folder of model.pretrained or data.processor": "template "
+    "template_backend chat_template",
+    "images are prepared as the folder's preprocessor_config.json says": "sft_replace_ids "
+    "sft_image_normalize sft_image_rescale image_dtype use_pic_id",
+    "the device decides which kernels run": "use_flash_attention use_sparse_flash_attn "
+    "_attn_implementation attn_impl flash_attn",
+    "every folder is written in HF's format, with the files of its processor": "save_to_hf "
+    "unified_checkpoint unified_checkpoint_config save_checkpoint_format load_checkpoint_format "
+    "copy_custom_file_list",
+    "an epoch is all rows, and train.num_train_epochs counts them": "num_samples_per_epoch "
+    "num_samples_each_epoch max_estimate_samples",
+    "paddle-vl train trains, and evaluates where data.eval is set": "do_train do_eval multimodal",
+}
+_REASONS = {name: reason for reason, names in NOT_NEEDED.items() for name in names.split()}
 _SETTINGS = {name: setting for setting, names in PEERS.items() for name in names.split()}
 # Names of other sections are taken only if they are closer than that of a typing error.
 _LIKENESS, _LIKENESS_ELSEWHERE = 0.6, 0.75
+
+
+def not_needed(name: str) -> str | None:
+    """Why a dotted name of another trainer has no setting; None for any other name."""
+    return _REASONS.get(name.replace("-", "_").rpartition(".")[2])
 
 
 def setting_for(name: str, settings: Iterable[str]) -> str | None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from paddle_vl.config.guard_settings import Guards
 from paddle_vl.config.parallel_settings import ParallelConfig, ReservedRows
 from paddle_vl.config.section import FilePath, OnlyWith, Section
 
@@ -265,6 +266,9 @@ class TrainConfig(Section):
     best: BestConfig | None = None
     """keep the checkpoint of the best evaluation, e.g. {metric: loss, mode: min}, and maybe stop
     early"""
+    guard: Guards = Field(default=[])
+    """keep what the model can do: compare scores of each named source of data.eval with those
+    before the first update, e.g. {metric: cer, max_drop: 0.05}, or a list of guards"""
     save_steps: Annotated[int | None, Field(ge=1)] = 500
     """steps between checkpoints; null: at the end only"""
     save_total_limit: Annotated[int | None, Field(ge=1)] = None

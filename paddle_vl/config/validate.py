@@ -88,6 +88,14 @@ def _problems_of_what_is_trained(config: RunConfig) -> Problems:
                     f"train.best.{name} is {getattr(best, name)} but {needed} is not set, without "
                     f"which it has no effect: set {needed}, or remove train.best.{name}"
                 )
+    for guard in train.guard:
+        needs_steps = guard.action == "stop" and train.eval_steps is None
+        if not data.has_eval or needs_steps:
+            needed = "train.eval_steps" if data.has_eval else "data.eval"
+            yield (
+                f"train.guard compares {guard.metric} of evaluations but {needed} is not set: set "
+                f"{needed}, or remove train.guard"
+            )
     if train.part_learning_rates and train.learning_rate == 0:
         yield (
             "train.part_learning_rates are peaks of the schedule of train.learning_rate, which is "

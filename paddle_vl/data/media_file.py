@@ -4,12 +4,14 @@ Images are turned upright; an animation gives its first frame; transparent pixel
 the formats of `FORMATS` are opened.
 """
 
+import math
 import os
 import reprlib
 import stat
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
@@ -93,8 +95,9 @@ def brief(value: object) -> str:
 
 def media_source(
     value: Any, what: str, where: str, folder: MediaFolder
-) -> str | bytes | os.PathLike:
-    """An image or a video of a row: the path of a file in the folder, its bytes, or a remote file.
+) -> "str | bytes | os.PathLike | ImageSection":
+    """An image or a video of a row: the path of a file in the folder, its bytes, a remote file, or
+    a section of an image.
 
     Args:
         value: a path, or of an image also its bytes or, as Hugging Face writes it, `{bytes, path}`.
@@ -104,6 +107,8 @@ def media_source(
     Raises:
         BadSampleError: neither, or an unusable path.
     """
+    if isinstance(value, ImageSection):
+        return replace(value, file=media_source(value.file, what, where, folder))
     if what == "image" and isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
     if what == "image" and isinstance(value, bytes) and value:
@@ -142,7 +147,38 @@ def files_of(source: Any) -> list[str]:
     """Paths of a source's files; none for what is not fetched yet and for objects in memory."""
     if isinstance(source, str | Path):
         return [str(source)]
+    if isinstance(source, ImageSection):
+        return files_of(source.file)
     return [path for each in getattr(source, "files", ()) for path in files_of(each)]
+
+
+@dataclass(frozen=True)
+class ImageSection:
+    """The rectangle around some corners of an image, cut out whenever it is loaded.
+
+    Attributes:
+        file: path or bytes of the image.
+        corners: x and y of each, in pixels of the upright image; what lies outside of it is left.
+    """
+
+    file: Any
+    corners: tuple[float, ...]
+
+    def of(self, image: Image.Image) -> Image.Image:
+        """
+        Raises:
+            BadSampleError: the rectangle has no pixel of the image.
+        """
+        x, y = ([*self.corners[axis::2]] for axis in (0, 1))
+        left, top = max(0, math.floor(min(x))), max(0, math.floor(min(y)))
+        right, bottom = min(image.width, math.ceil(max(x))), min(image.height, math.ceil(max(y)))
+        if left >= right or top >= bottom:
+            raise BadSampleError(
+                "unreadable_image",
+                f"the corners {brief([*self.corners])} have no pixel of the image of "
+                f"{image.width} x {image.height}: correct them",
+            )
+        return image.crop((left, top, right, bottom))
 
 
 def source_size(source: Any, what: str) -> int:
@@ -159,7 +195,7 @@ def source_size(source: Any, what: str) -> int:
     return sum(source_size(each, "image") for each in getattr(source, "files", ()))
 
 
-ImageSource = str | os.PathLike | bytes | Image.Image | np.ndarray
+ImageSource = str | os.PathLike | bytes | Image.Image | np.ndarray | ImageSection
 
 # A selection: Pillow would run Ghostscript for EPS, and its rare formats are an attack surface.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
@@ -185,7 +221,7 @@ def image_size(source: ImageSource) -> tuple[int, int]:
     Raises:
         BadSampleError: as `load_rgb`, for faults that the header shows.
     """
-    if isinstance(source, np.ndarray | Image.Image):
+    if isinstance(source, np.ndarray | Image.Image | ImageSection):
         return load_rgb(source).size
     if isinstance(source, str):
         with suppress(OSError, ValueError):
@@ -205,7 +241,7 @@ def _size_in_header(source: str | os.PathLike | bytes, *state: int) -> tuple[int
 
 def upright_size(source: ImageSource) -> tuple[int, int]:
     """Width and height of an image after loading, from the header; errors as of `image_size`."""
-    if isinstance(source, np.ndarray):
+    if isinstance(source, np.ndarray | ImageSection):
         return image_size(source)
     with nullcontext(source) if isinstance(source, Image.Image) else _opened(source) as image:
         _check_mode(image)
@@ -231,6 +267,8 @@ def load_rgb(source: ImageSource) -> Image.Image:
                 "uint8 [height, width, 3] is needed",
             )
         return Image.fromarray(source)
+    if isinstance(source, ImageSection):
+        return source.of(load_rgb(source.file))
     if isinstance(source, Image.Image):
         _check_mode(source)
         return _to_rgb(ImageOps.exif_transpose(source))

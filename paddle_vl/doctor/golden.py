@@ -1,8 +1,8 @@
 """The golden self-test: small models of the originals, whose numbers are stored, computed here.
 
-`cases/` has a small Qwen3-VL and a small Qwen3.5 of HF transformers on torch: weights, batch, loss,
-logits, every gradient and greedy tokens, made by `tools/make_doctor_case.py`. They run on this
-machine's device and kernels.
+`cases/` has a small Qwen3-VL, Qwen3.5 and PaddleOCR-VL of HF transformers on torch: weights,
+batch, loss, logits, every gradient and greedy tokens, made by `tools/make_doctor_case.py`. They run
+on this machine's device and kernels.
 """
 
 from functools import partial
@@ -23,7 +23,11 @@ from paddle_vl.testing.tensors import as_array
 # File of each case, and the name of its model.
 CASES = {
     Path(__file__).parent / "cases" / f"{stem}.safetensors": model
-    for stem, model in (("qwen3_vl", "Qwen3-VL"), ("qwen3_5", "Qwen3.5"))
+    for stem, model in (
+        ("qwen3_vl", "Qwen3-VL"),
+        ("qwen3_5", "Qwen3.5"),
+        ("paddleocr_vl", "PaddleOCR-VL"),
+    )
 }
 _RESULTS = ("logits", "loss", "tokens")
 _REMEDY = (

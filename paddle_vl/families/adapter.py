@@ -74,7 +74,9 @@ def add_lora(model: Model, config: LoRAConfig) -> None:
 
 def load_adapter(model: Model, source: str | Path | StoredAdapter) -> None:
     """See `AdaptableModel.load_adapter`."""
-    stored = source if isinstance(source, StoredAdapter) else StoredAdapter.read(Path(source))
+    stored = source
+    if not isinstance(stored, StoredAdapter):
+        stored = StoredAdapter.read(Path(stored), model.key_here)
     adapter, path = adapter_of(model, stored), stored.folder
     if model.adapter is None:
         attach(model, adapter)
@@ -122,11 +124,11 @@ def save_adapter(
     ranks = model.placement.checkpoint_ranks
     if ranks.is_first:
         path.mkdir(parents=True, exist_ok=True)
-        write_config(path, model.adapter, model.peft_task)
+        write_config(path, model.adapter, model.peft_task, model.adapter_key)
     if model.placement.stage_layers.head:
         tensors += others
     # PEFT reads a single file.
-    tensors = [tensor._replace(name=PREFIX + tensor.name) for tensor in tensors]
+    tensors = [tensor._replace(name=PREFIX + model.adapter_key(tensor.name)) for tensor in tensors]
     write_tensors(
         path, TENSOR_FILE.removesuffix(".safetensors"), tensors, sys.maxsize, ranks, write
     )

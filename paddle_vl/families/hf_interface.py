@@ -204,6 +204,14 @@ class AdaptableModel(ABC):
         """An adapter's tensors in the shapes of this package."""
         return tensors
 
+    def key_here(self, key: str) -> str:
+        """The key in this package's files of one in an adapter's file."""
+        return key
+
+    def adapter_key(self, key: str) -> str:
+        """The key in an adapter's file of one in this package's files."""
+        return key
+
     def add_lora(self, config: "LoRAConfig") -> None:
         """Add fresh low-rank adapters to linears and freeze all other parameters.
 

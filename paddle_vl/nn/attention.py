@@ -470,22 +470,33 @@ def interleaved_mrope_axis(num_slots: int, mrope_section: list[int]) -> np.ndarr
 
 
 @host_table
-def _picked_frequencies(slots: int, theta: float, mrope_section: tuple[int, ...]) -> np.ndarray:
+def _picked_frequencies(
+    slots: int, theta: float, mrope_section: tuple[int, ...], interleaves: bool
+) -> np.ndarray:
     """`[3, slots]` float32: each slot's frequency on its axis, 0 on the others, which select the
     axis without a gather, and export."""
-    axis = interleaved_mrope_axis(slots, list(mrope_section))
+    if interleaves:
+        axis = interleaved_mrope_axis(slots, list(mrope_section))
+    else:
+        axis = np.repeat(np.arange(3), mrope_section)
     return np.eye(3, dtype=np.float32)[axis].T * inverse_frequencies(slots, theta)
 
 
 def mrope_tables(
-    position_ids_3BL: Tensor, head_dim: int, theta: float, mrope_section: list[int]
+    position_ids_3BL: Tensor,
+    head_dim: int,
+    theta: float,
+    mrope_section: list[int],
+    interleaves: bool = True,
 ) -> RotaryTables:
     """Tables `[B, L, H]` of the decoder's multimodal rotary.
 
     Args:
         position_ids_3BL: int64 positions on the time, height and width axes.
+        interleaves: whether the slots take time, height and width in turn; else one after the
+            other, each as many as its section says.
     """
-    picked_3S = _picked_frequencies(head_dim // 2, theta, tuple(mrope_section))
+    picked_3S = _picked_frequencies(head_dim // 2, theta, tuple(mrope_section), interleaves)
     position_BL3 = position_ids_3BL.transpose([1, 2, 0]).astype("float32")
     time, height, width = (position_BL3[:, :, dim : dim + 1] * picked_3S[dim] for dim in range(3))
     return RotaryTables.of_angles(time + height + width)

@@ -88,6 +88,20 @@ def times_constant(x: Tensor, constant: Tensor) -> Tensor:
     return x * constant
 
 
+class MaskGradient(PyLayer):
+    """Identity; rows where `keep_BL` is False get a zero gradient."""
+
+    @staticmethod
+    def forward(ctx, rows_BLD, keep_BL):
+        ctx.save_for_backward(keep_BL)
+        return rows_BLD.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (keep_BL,) = ctx.saved_tensor()
+        return grad * keep_BL.astype(grad.dtype).unsqueeze(-1), None
+
+
 class TimesConstant(PyLayer):
     """Keeps the constant only; autograd would keep `x` too."""
 

@@ -15,6 +15,8 @@ from paddle_vl.report.html import document, picture
 
 # Boxes and points are in thousandths of the picture's width and height.
 _SCALE = 1000
+# Numbers of a box; more are the corners of a spotted line.
+_OF_BOX = 4
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
@@ -25,7 +27,8 @@ mark { background: #c9f0d0; color: inherit; }
 figure { display: inline-block; margin: 0 .8rem .8rem 0; position: relative; }
 figure img { display: block; max-width: 28rem; }
 figure svg { position: absolute; inset: 0; width: 100%; height: 100%; }
-rect, circle { fill: none; stroke: #d4145a; stroke-width: 2; vector-effect: non-scaling-stroke; }
+rect, circle, polygon { fill: none; stroke: #d4145a; stroke-width: 2; }
+rect, circle, polygon { vector-effect: non-scaling-stroke; }
 text { fill: #d4145a; font-size: 36px; }
 @media (prefers-color-scheme: dark) {
   body { background: #16181c; color: #ddd; } pre { background: #22252b; }
@@ -73,5 +76,8 @@ def _shape(box: Box) -> str:
     name = f'<text x="{x:g}" y="{max(y - 8, 30):g}">{escape(box.label or "")}</text>'
     if not rest:
         return f'<circle cx="{x:g}" cy="{y:g}" r="8"/>{name}'
+    if len(box.corners) > _OF_BOX:
+        points = " ".join(f"{each:g}" for each in box.corners)
+        return f'<polygon points="{points}"/>{name}'
     width, height = rest[0] - x, rest[1] - y
     return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"/>{name}'

@@ -78,6 +78,8 @@ def _results(run: Run) -> _Told:
     planned = (run.settings or {}).get("train.max_steps")
     speeds = [key for key in run.series if key.endswith("_per_second")]
     imbalance, best = run.numbers("token_imbalance"), None
+    # Of a guarded run, see `paddle_vl.train.guard`.
+    drops = [(max(run.numbers(key)), key) for key in run.series if "_drop/" in key]
     if "eval_loss" in run.series:
         step, loss = min(run.series["eval_loss"].points, key=lambda point: point[1])
         best = f"{shown_number(loss)} at step {step:,}"
@@ -87,6 +89,7 @@ def _results(run: Run) -> _Told:
         "last loss": _last(run, "loss"),
         "best evaluation loss": best,
         "last evaluation loss": _last(run, "eval_loss"),
+        "worst drop": f"{shown_number(max(drops)[0])} ({max(drops)[1]})" if drops else None,
         "mean per second": ", ".join(
             f"{shown_number(fmean(run.numbers(key)))} {key.removesuffix('_per_second')}"
             for key in speeds

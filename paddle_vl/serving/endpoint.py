@@ -12,11 +12,13 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from http.client import HTTPException
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+from paddle_vl.data.media_file import ImageSection, load_rgb
 from paddle_vl.families.base import EvaluationOptions
 from paddle_vl.families.vlm.evaluation.scorer import (
     Answer,
@@ -171,6 +173,10 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     for part in message["content"]:
         if part["type"] == "image":
             source = part["image"]
+            if isinstance(source, ImageSection):
+                section = BytesIO()
+                load_rgb(source).save(section, format="PNG")
+                source = section.getvalue()
             data = source if isinstance(source, bytes) else Path(source).read_bytes()
             kind = "jpeg" if data.startswith(b"\xff\xd8") else "png"  # Servers look themselves.
             uri = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"

@@ -18,6 +18,7 @@ from paddle_vl.testing.host_reads import (
     record_host_reads,
 )
 from paddle_vl.testing.mocked_rows import MockedSequenceParallel
+from paddle_vl.testing.paddleocr_vl import tiny_paddleocr_vl, tiny_paddleocr_vl_config
 from paddle_vl.testing.pi07 import (
     tiny_pi07,
     tiny_pi07_batch,
@@ -56,6 +57,8 @@ __all__ = [
     "record_host_reads",
     "run_ranks",
     "sum_partial_gradients",
+    "tiny_paddleocr_vl",
+    "tiny_paddleocr_vl_config",
     "tiny_pi07",
     "tiny_pi07_batch",
     "tiny_pi07_config",

@@ -102,10 +102,11 @@ def write_pictures(folder: Path, count: int) -> list[tuple[str, str]]:
     return written
 
 
-def write_processor(folder: Path, text: str) -> None:
-    """Write a processor with a tokenizer for the words of a text, and patches of 4 pixels."""
+def write_processor(folder: Path, text: str, frames: int = 2) -> None:
+    """Write a processor with a tokenizer for the words of a text, and patches of 4 pixels and so
+    many frames."""
     images = ImageProcessor(
-        min_pixels=64, max_pixels=256, patch_size=4, temporal_patch_size=2, merge_size=2,
+        min_pixels=64, max_pixels=256, patch_size=4, temporal_patch_size=frames, merge_size=2,
         image_mean=(0.5, 0.5, 0.5), image_std=(0.5, 0.5, 0.5),
     )  # fmt: skip
     tokenizer = train_bpe([text], VOCABULARY, CONTROL_TOKENS)

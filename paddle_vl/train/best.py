@@ -65,8 +65,11 @@ class BestEvaluation:
         if (stored.metric, stored.mode) == (own.metric, own.mode):
             self.state = stored
 
-    def add(self, step: int, entries: Mapping[str, float], ranks: SingleRank) -> bool:
-        """Take an evaluation's entries of a metrics line; returns whether it is the best so far.
+    def add(
+        self, step: int, entries: Mapping[str, float], ranks: SingleRank, holds: bool = True
+    ) -> bool:
+        """Take an evaluation's entries of a metrics line; returns whether it is the best so far,
+        which one that does not hold what train.guard asks for never is.
 
         One without the metric, as of evaluations that generate no answers, changes nothing. Called
         by all ranks.
@@ -75,7 +78,9 @@ class BestEvaluation:
         if own is None:
             return False
         value = float(ranks.gathered(str(own))[0])
-        if before is None or not math.isfinite(value):
+        if not holds:
+            gain = -math.inf
+        elif before is None or not math.isfinite(value):
             gain = math.inf if math.isfinite(value) else -math.inf
         else:
             gain = value - before if self.config.mode == "max" else before - value
@@ -90,11 +95,6 @@ class BestEvaluation:
     def is_over(self) -> bool:
         """Whether train.best.patience is used up."""
         return self.config.patience is not None and self.state.misses >= self.config.patience
-
-    @property
-    def model_step(self) -> int | None:
-        """Step of the model that `final/` is to have, with train.best.load_at_end."""
-        return self.state.step if self.config.load_at_end else None
 
     @property
     def folder(self) -> str | None:

@@ -219,9 +219,13 @@ def _build(
         built.save_streamed and partial(save_with, built.save_streamed),
         None if family.answers is None else _reference_checksum(family.answers, ranks),
     )
+    scores = answering.questions.names if answering else ()
+    keys = evaluation_keys(family.loss, eval_loaders, built.measure, scores)
     if trainer.best is not None:
-        scores = answering.questions.names if answering else ()
-        trainer.best.check_metric(evaluation_keys(family.loss, eval_loaders, built.measure, scores))
+        trainer.best.check_metric(keys)
+    if trainer.guard is not None:
+        names = (getattr(entry, "name", None) for entry in config.data.eval)
+        trainer.guard.check(keys, [name for name in names if name])
     loader.while_waiting = trainer.check_data_wait
     if isinstance(engine.own_runner, ColocatedRunner):
         engine.own_runner.upcoming = trainer.feed.upcoming

@@ -159,6 +159,7 @@ class TrainerState:
     has_manifest: bool = False
     reference: str | None = None
     best: dict[str, Any] | None = None
+    guard: dict[str, Any] | None = None
 
     @classmethod
     def read(cls, folder: Path) -> "TrainerState":

@@ -28,6 +28,7 @@ from paddle_vl.train.best import BestEvaluation
 from paddle_vl.train.feeding.device_copies import device_copies
 from paddle_vl.train.feeding.feed import BatchFeed, DataPlace
 from paddle_vl.train.freeze import reported_rates
+from paddle_vl.train.guard import Guard
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.phases import Phase, StepTrace, phase
 from paddle_vl.train.reporting.metrics import (
@@ -116,6 +117,7 @@ class Trainer:
         self.stop = StopSignals()
         self.stop_signal: int | None = None
         self.best = None if config.train.best is None else BestEvaluation(config.train.best)
+        self.guard = Guard(config.train.guard) if config.train.guard else None
         # Position after the last trained step, not after the last prefetched batch.
         self._data_place = DataPlace.of(data)
         self._data_state = self._data_place.state
@@ -163,17 +165,21 @@ class Trainer:
         self._owes_evaluation = state.owes_evaluation and self.evaluate is not None
         if self.best is not None and state.best is not None:
             self.best.restore(state.best)
-            # That of a later step is one that this run comes to again.
-            if (best := self.best.model_step) is not None and self._final_step() < best:
-                raise ValueError(
-                    f"the best evaluation so far was that of step {best}, whose model is not in "
-                    f"{self.output_dir / FINAL}: set train.best.load_at_end=false"
-                )
+        if self.guard is not None:
+            self.guard.restore(state.guard, state.step)
+        # That of a later step is one that this run comes to again.
+        if (kept := self._kept_step) is not None and self._final_step() < kept:
+            raise ValueError(
+                f"the best evaluation so far was that of step {kept}, whose model is not in "
+                f"{self.output_dir / FINAL}: set train.best.load_at_end=false"
+                + (" and train.guard.action=warn" if self._is_guarded else "")
+            )
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has trained its whole length, or train.best.patience is used up."""
-        is_stopped = self.best is not None and self.best.is_over
+        """Whether the run has trained its whole length, train.best.patience is used up, or
+        train.guard stops it."""
+        is_stopped = any(each is not None and each.is_over for each in (self.best, self.guard))
         return is_stopped or self.length.is_reached(self.step, self.tokens)
 
     def run(self, stop: StopSignals | None = None) -> int | None:
@@ -225,7 +231,8 @@ class Trainer:
 
     def _train(self) -> None:
         with self.writer:
-            if self._owes_evaluation:
+            is_unmeasured = self.guard is not None and not self.guard.state.before
+            if self._owes_evaluation or is_unmeasured:
                 self._evaluate()
             while self.stop_signal is None and not self.is_over:
                 self.turn()
@@ -374,14 +381,23 @@ class Trainer:
             self.stop_signal = self.ranks.agree([], self.stop.received)[1]
             return
         logger.info("step %d: eval loss %.4f", self.step, losses.loss)
-        entries = evaluation_entries(losses)
+        entries, holds = evaluation_entries(losses), True
+        if self.guard is not None:
+            holds, drops = self.guard.add(self.step, entries, self.ranks)
+            entries |= drops
         self.reporter.write(self.step, entries)
         self.reporter.show(self.step, losses.answers)
         if losses.shown and self.ranks.is_main:
             text = json.dumps({"step": self.step, "chunks": losses.shown}, allow_nan=False)
             write_text(self.output_dir / ACTIONS_FILE, text)
-        if self.best is not None and self.best.add(self.step, entries, self.ranks):
-            self._save_best(self.best)
+        if holds is None:
+            return
+        if self.best is None:
+            is_kept = holds and self._is_guarded
+        else:
+            is_kept = self.best.add(self.step, entries, self.ranks, holds)
+        if is_kept:
+            self._save_best()
 
     def _asks_questions(self) -> bool:
         """Whether this evaluation generates answers, where the run has questions."""
@@ -391,12 +407,25 @@ class Trainer:
             return settings is not None
         return self.is_over or self.step // between % settings.every == 0
 
-    def _save_best(self, best: BestEvaluation) -> None:
+    @property
+    def _is_guarded(self) -> bool:
+        return self.guard is not None and self.guard.stops
+
+    @property
+    def _kept_step(self) -> int | None:
+        """Step of the evaluation whose model is in `final/` until the run ends."""
+        if self.best is not None:
+            keeps = self.best.config.load_at_end or self._is_guarded
+            return self.best.state.step if keeps else None
+        return self.guard.state.step if self.guard is not None and self.guard.stops else None
+
+    def _save_best(self) -> None:
         """Save what is kept of the best evaluation so far: its checkpoint, after `final/`."""
-        if best.config.load_at_end:
+        if self._kept_step is not None:
             with self._averaged():
                 self.writer.save_final(self.step, self.save_model, self.save_streamed)
-        self._save_checkpoint(must=True)
+        if self.best is not None:
+            self._save_checkpoint(must=True)
 
     def _final_step(self) -> int:
         """Step of the model in `final/`, as rank 0 sees it; -1 without one."""
@@ -404,20 +433,28 @@ class Trainer:
         return self.ranks.gathered(-1 if manifest is None else manifest.step)[0]
 
     def _save_final(self) -> Path:
-        if self.best is not None and self.best.model_step is not None:
-            if self._final_step() == self.best.model_step:
+        loads = self.best is not None and self.best.config.load_at_end
+        is_fallen = self.guard is not None and self.guard.is_over
+        kept = self._kept_step if loads or is_fallen else None
+        if kept is not None or self._is_guarded:
+            if self._final_step() == (self.step if kept is None else kept):
+                if is_fallen:
+                    logger.info("final/ has the model of step %s, from before the fall", kept)
                 return self.output_dir / FINAL
-            logger.warning("final/ gets the last model, as that of %s is gone", self.best.folder)
+            if kept is not None:
+                logger.warning("final/ gets the last model, as that of step %d is gone", kept)
         with self._averaged():
             return self.writer.save_final(self.step, self.save_model, self.save_streamed)
 
     def _end_early(self) -> None:
         """Say why the run ends, and report its last steps."""
-        assert self.best is not None, "the length of the run is not reached"
-        logger.info(
-            "step %d: %s was best at step %s, train.best.patience %s evaluations ago: the run ends",
-            *(self.step, self.best.config.key, self.best.state.step, self.best.config.patience),
-        )
+        if self.best is not None and self.best.is_over:
+            config, best = self.best.config, self.best.state.step
+            logger.info(
+                "step %d: %s was best at step %s, train.best.patience %s evaluations ago: the run "
+                "ends",
+                *(self.step, config.key, best, config.patience),
+            )
         if self.step % self.config.logging.logging_steps:
             self._collect_report()
 
@@ -482,6 +519,8 @@ class Trainer:
         }
         if self.best is not None:
             state["best"] = asdict(self.best.state)
+        if self.guard is not None:
+            state["guard"] = asdict(self.guard.state)
         if self.reference_checksum is not None:
             state["reference"] = self.reference_checksum
         checkpoints.save_state(folder, state)

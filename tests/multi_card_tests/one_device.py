@@ -135,6 +135,16 @@ def best_is_that_of_one_device(several: Path, one: Path) -> None:
     assert [Manifest.read(run / "final").step for run in (several, one)] == [best["step"]] * 2
 
 
+def guard_is_that_of_one_device(several: Path, one: Path) -> None:
+    guard, same = (
+        json.loads((run / "checkpoint-4" / STATE_FILE).read_text())["guard"]
+        for run in (several, one)
+    )
+    assert guard == same
+    assert guard["before"] != guard["last"]
+    assert [Manifest.read(run / "final").step for run in (several, one)] == [4, 4]
+
+
 def answers_differ(several: Path, one: Path) -> None:
     assert len({*assert_same_answers(several, one)}) > 1
 
@@ -148,6 +158,13 @@ def every_rank_writes_a_part(several: Path, one: Path) -> None:
 def rows_are_full(several: Path, one: Path) -> None:
     for line in (*lasting_metrics(several), *lasting_metrics(one)):
         assert 0.5 < line.get("packing_efficiency", 1) <= 1
+
+
+def what_no_forward_reads_is_kept(several: Path, one: Path) -> None:
+    found = load_file(several / "final" / "model.safetensors")
+    np.testing.assert_array_equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
+    assert found["visual.vision_model.head.probe"].all()
+    assert "vision_use_head" not in (several / "final" / "config.json").read_text()
 
 
 def every_factor_was_trained(several: Path, one: Path) -> None:
@@ -209,10 +226,17 @@ EVALUATED = (
     *("train.eval_steps=2", "train.per_device_eval_batch_size=1", "train.eval={max_new_tokens: 5}"),
 )
 BEST = "train.best={metric: exact_match, mode: min, load_at_end: true}"
+# The first one falls, the second one writes final/ after every evaluation.
+GUARDED = (
+    "data.eval=[{path: $RUN/test.jsonl, name: text, metrics: [cer, exact_match]}]",
+    "train.guard=[{metric: cer, max_drop: 0.0, action: warn}, "
+    "{metric: exact_match, max_drop: 1.0}]",
+)
 # Two to five samples per row, the longest with 80 tokens; an epoch is one step.
 PACKED = ("data.packing=true", "data.packing_length=192", "data.max_vision_tokens_per_row=20")
+BASE = ("model.config=null", "model.pretrained=$RUN/base")
 DORA = (
-    *("model.config=null", "model.pretrained=$RUN/base"),
+    *BASE,
     "model.lora={r: 2, lora_alpha: 6, target_modules: [all-linear, lm_head]}",
     "model.lora.modules_to_save=[mergers, model.language_model.norm]",
     "train.part_learning_rates={vision: 0.02, mergers: 0.005}",
@@ -225,6 +249,7 @@ PAIRS = (
     *("train.eval_steps=2", "train.per_device_eval_batch_size=2"),
 )
 MPO = "preference.loss_type=[sigmoid, bco_pair, sft]"
+ALL_LINEAR_DORA = "model.lora={r: 2, target_modules: [all-linear], use_dora: true}"
 LORA = "model.lora={r: 2, target_modules: [all-linear], modules_to_save: [mergers], use_dora: true}"
 KTO = (
     *("preference.loss_type=[kto]", "train.learning_rate=0.05"),
@@ -266,6 +291,7 @@ _mixed = Family(
     _mixed_of(written.MODEL), (*EVALUATED, BEST),
     micro_batches=4, checks=(best_is_that_of_one_device, answers_differ),
 )  # fmt: skip
+_guarded = replace(_mixed, settings=(*EVALUATED, *GUARDED), checks=(guard_is_that_of_one_device,))
 _experts = replace(
     _mixed, write=_mixed_of(written.EXPERTS),
     checks=(best_is_that_of_one_device, assert_same_answers),
@@ -279,6 +305,7 @@ _qwen3_5 = Family(
     _mixed_of(written.MODEL_3_5), EVALUATED,
     tolerance=(1e-6, 1e-12), arrays=assert_near,
 )  # fmt: skip
+_ocr = Family(_mixed_of(written.MODEL_OCR), EVALUATED, micro_batches=4)
 # Rewards are differences of sums of some tens of nats, which float32 rounds to 4e-6.
 _pairs = Family(
     _pairs_of(written.TINY), (*PAIRS, MPO), tolerance=(1e-6, 4e-6),
@@ -308,10 +335,25 @@ FAMILIES: dict[str, Family] = {
         _mixed_of(written.BALANCED), (*SAVED, "train.max_steps=2"),
         samples=1, micro_batches=4, by_rank=True, left_out=("tokens_per_expert",),
     ),
+    "guarded": _guarded,
     "packed": _packed,
     "packed, more heads": replace(_packed, write=_mixed_of(written.HEADS)),
     "qwen3.5": _qwen3_5,
     "qwen3.5 experts": replace(_qwen3_5, write=_mixed_of(written.EXPERTS_3_5)),
+    "paddleocr-vl": _ocr,
+    "paddleocr-vl, tied": replace(
+        _ocr, write=written.document_base, settings=(*EVALUATED, *BASE),
+        checks=(what_no_forward_reads_is_kept,),
+    ),
+    "paddleocr-vl, dora": replace(
+        _ocr, write=written.document_base, settings=(*EVALUATED, *BASE, ALL_LINEAR_DORA),
+        checks=(every_factor_was_trained,),
+    ),
+    "paddleocr-vl, pairs": replace(_pairs, write=_pairs_of(written.MODEL_OCR)),
+    "paddleocr-vl packed": replace(
+        _ocr, settings=(*EVALUATED, *PACKED, "data.max_length=96"), micro_batches=2,
+        left_out=("packing_efficiency",), checks=(rows_are_full,),
+    ),
     # Of a base model whose head is untied; the language model is frozen at first.
     "dora": Family(written.untied, DORA, checks=(every_factor_was_trained,)),
     # Pairs with shared images, images of their own and none; the reference is computed in the run.
@@ -403,6 +445,9 @@ CONVERSATIONS = [
         cp2_of_sharding4_stage_3=(4, SHARDING_4, *CP[1:], STAGE_3, "train.recompute=mlp"),
         dp2_mp2_pp2_batched=(8, *DP2, *MP2, *PP, BATCHED),
     ),
+    # The head, and so the answers, are on the last stage.
+    *_rows("guarded", "", False, pp2=(2, *PP)),
+    *_rows("guarded", ITSELF, mp2_sharding2_stage_3=(4, *MP2, *SHARDING, STAGE_3)),
     # Ranks with nothing to train keep in step: a stage, or sharding units.
     *_rows("frozen language", pp2=(2, *PP), sharding2_stage_3=(2, *SHARDING, STAGE_3)),
     *_rows(
@@ -452,6 +497,24 @@ CONVERSATIONS = [
         mp2_pp2=(4, *MP2, *PP, BY_COST), sharding2_mp2_stage_3=(4, *MP2, *SHARDING, STAGE_3),
     ),
     *_rows("qwen3.5 experts", ITSELF, dp2_ep2_mp2=(4, *DP2, EP2, *MP2)),
+    *_rows("paddleocr-vl", ITSELF, False, mp2=(2, *MP2)),
+    *_rows(
+        "paddleocr-vl", ITSELF,
+        pp2=(2, *PP), sharding2=(2, *SHARDING), sharding2_stage_2=(2, *SHARDING, STAGE_2),
+        sharding2_stage_3=(2, *SHARDING, STAGE_3),
+        pp2_dp2_encoder_mp4=(4, *PP, *DP2, COLOCATED, ENCODER_4),
+    ),
+    *_rows(
+        "paddleocr-vl, tied", ITSELF,
+        pp2=(2, *PP), mp2_sharding2_stage_3=(4, *MP2, *SHARDING, STAGE_3),
+        pp2_mp2_encoder_mp2=(4, *PP, *MP2, COLOCATED, ENCODER_2),
+    ),
+    *_rows(
+        "paddleocr-vl, dora", ITSELF,
+        mp2=(2, *MP2), pp2_encoder_mp4=(4, *PP, *DP2, COLOCATED, ENCODER_4),
+    ),
+    *_rows("paddleocr-vl, pairs", mp2_pp2=(4, *MP2, *PP)),
+    *_rows("paddleocr-vl packed", cp2=(2, *CP), mp2_pp2=(4, *MP2, *PP)),
     *_rows(
         "dora", ITSELF, pp2=(2, *PP),
         mp2=(
@@ -566,7 +629,7 @@ def stored(checkpoint: Path) -> dict[str, np.ndarray]:
     return {name: tensor.read() for name, tensor in headers.items()} | load_file(file)
 
 
-def assert_equals(family: Family, found: Path, wanted: Path, lacking: str, first: int = 1) -> None:
+def assert_equals(family: Family, found: Path, wanted: Path, lacking: str, first: int = 0) -> None:
     """Assert that the lines from a step on, and the last checkpoint, are equal."""
     lines = lasting_metrics(found)
     theirs = [line for line in lasting_metrics(wanted) if line["step"] >= first]

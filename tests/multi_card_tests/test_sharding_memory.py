@@ -29,7 +29,7 @@ import pytest
 from paddle import Tensor, nn
 
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
-from paddle_vl.checkpoint.writing import save_parameters
+from paddle_vl.checkpoint.writing import DEFAULT_SHARD_BYTES, parameters_to_write, write_tensors
 from paddle_vl.nn.linear import gradient_of
 from paddle_vl.nn.parameter_table import CheckpointRanks
 from paddle_vl.parallel.degrees import ParallelDegrees
@@ -139,7 +139,8 @@ def has_one_float32_copy_and_float32_moments(world: World, name: str, stage: int
         target.mkdir()
     paddle.distributed.barrier()
     saved_states = {str(state.dtype) for state in states_of(run.optimizer).values()}
-    save_parameters(target, model.stored_parameters(), ranks=ranks, store=run.trained)
+    tensors = parameters_to_write(model.stored_parameters(), store=run.trained)
+    write_tensors(target, "model", tensors, DEFAULT_SHARD_BYTES, ranks)
     paddle.distributed.barrier()
     masters = [copy for copy in copies_of(run.trained) if not copy.stop_gradient]
     # Updated in place, by stages that copy half-precision parameters only.

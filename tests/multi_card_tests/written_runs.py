@@ -10,9 +10,10 @@ import numpy as np
 import yaml
 from safetensors.numpy import load_file, save_file
 
-from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from paddle_vl.config.families import family_of
 from paddle_vl.families.vlm.folders.processor_fit import model_config
 from paddle_vl.families.vlm.inputs.processor import Qwen3VLProcessor
+from paddle_vl.families.vlm.modeling.config import VLConfig
 from tests.single_card_tests.families.pi07.test_pi07_start import HUB, character_tokenizer
 from tests.single_card_tests.train import tiny_policy_run, tiny_run
 from tests.single_card_tests.train.corpus_run import write_corpus_run
@@ -45,7 +46,7 @@ BALANCED = changed(
 )  # fmt: skip
 FEW_EXPERTS = _MOE | changed(TINY, **_FEW)
 FOUR_LAYERS = changed(TINY, num_hidden_layers=4)
-MODEL_3_5 = tiny_run.MODEL_3_5
+MODEL_3_5, MODEL_OCR = tiny_run.MODEL_3_5, tiny_run.MODEL_OCR
 EXPERTS_3_5 = changed(MODEL_3_5, shared_expert_intermediate_size=16, **_FEW)
 EXPERTS_3_5["model_type"] = "qwen3_5_moe"
 del EXPERTS_3_5["text_config"]["intermediate_size"]
@@ -70,15 +71,27 @@ PLANNER_OF_FOUR = _of_decoders(tiny_policy_run.PLANNER)
 def _with_base(run_file: Path, model: dict[str, Any]) -> Path:
     """Write a base model beside a run."""
     processor = Qwen3VLProcessor.from_pretrained(run_file.with_name("processor"))
-    form: Qwen3VLConfig = model_config(Qwen3VLConfig, model, processor)
-    base = Qwen3VLForConditionalGeneration.from_config(form)
-    base.save_pretrained(run_file.with_name("base"))
+    model_class = family_of(model).model_class()
+    form: VLConfig = model_config(model_class.config_class, model, processor)
+    model_class.from_config(form).save_pretrained(run_file.with_name("base"))
     return run_file
 
 
 def untied(folder: Path) -> Path:
     run_file = tiny_run.write_tiny_run(folder, num_samples=16)
     return _with_base(run_file, TINY | {"tie_word_embeddings": False})
+
+
+def document_base(folder: Path) -> Path:
+    """Of a base model with a tied head, whose files have it twice, and with a pooling head."""
+    run_file = _with_base(
+        write_mixed_run(folder, 24, MODEL_OCR), MODEL_OCR | {"tie_word_embeddings": True}
+    )
+    file = run_file.with_name("base") / "model.safetensors"
+    tensors = load_file(file)
+    tensors["visual.vision_model.head.probe"] = np.ones([1, 1, 16], np.float32)
+    save_file(tensors, file)
+    return run_file
 
 
 def colocated(folder: Path) -> Path:

@@ -144,6 +144,7 @@ def test_imports_follow_the_allowed_directions_and_paddle_stays_where_it_belongs
 SHARED = {
     "vlm": set(),
     "policy": set(),
+    "paddleocr_vl": {"vlm"},
     "qwen3_5": {"vlm"},
     "qwen3_vl": {"vlm"},
     "pi07": {"policy"},

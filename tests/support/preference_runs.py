@@ -7,7 +7,7 @@ from typing import Any
 
 import paddle
 
-from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from paddle_vl.config.families import family_of
 from paddle_vl.families.vlm.folders.processor_fit import model_config
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from tests.single_card_tests.train.tiny_run import MODEL, write_records, write_tiny_run
@@ -23,8 +23,8 @@ def write_preference_run(folder: Path, num_samples: int, model: dict[str, Any] =
     processor = VLProcessor.from_pretrained(run_file.with_name("processor"))
     # Whatever ran before: the same weights would be another run's reference too.
     paddle.seed(zlib.crc32(str(folder).encode()))
-    config = model_config(Qwen3VLConfig, model, processor)
-    base = Qwen3VLForConditionalGeneration.from_config(config)
+    model_class = family_of(model).model_class()
+    base = model_class.from_config(model_config(model_class.config_class, model, processor))
     base.save_pretrained(run_file.with_name("base"))
     lines = run_file.with_name("train.jsonl").read_text().splitlines()
     pairs, rated = [], []

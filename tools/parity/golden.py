@@ -189,6 +189,15 @@ class Qwen35Folders(QwenFolders):
         return QwenCase(file.parent.name, kind, file, self)
 
 
+class PaddleOCRFolders(Qwen35Folders):
+    """Cases of PaddleOCR-VL: those of models, of the processor, and of templates."""
+
+    def _case(self, file: Path) -> QwenCase | None:
+        if file.name in ("processor.json", "templates.json"):
+            return QwenCase(file.parent.name, file.stem, file, self)
+        return super()._case(file)
+
+
 class PI07Folders(Folders[PI07Case]):
     """Cases of pi07."""
 

@@ -66,11 +66,17 @@ def _load(golden: QwenFolders, name: str, dtype: str) -> Qwen3VLForConditionalGe
     return Qwen3VLForConditionalGeneration.from_pretrained(golden.models[name], dtype=dtype)
 
 
-def unsupported(golden: QwenFolders, case: QwenCase, name: str, dtype: str) -> str:
-    """Why the case cannot run with that model; empty if it can."""
+def unsupported(
+    golden: QwenFolders, case: QwenCase, name: str, dtype: str, family: str = "qwen3"
+) -> str:
+    """Why the case cannot run with that model; empty if it can.
+
+    Args:
+        family: how model types begin.
+    """
     if name not in golden.models:
         return f"model {name} is in none of the folders; they have {sorted(golden.models)}"
-    if not (model_type := str(config_of(golden, name).get("model_type"))).startswith("qwen3"):
+    if not (model_type := str(config_of(golden, name).get("model_type"))).startswith(family):
         return f"model type {model_type}"
     if unknown := set(case.meta.get("extra_forward_kwargs") or {}) - {"output_router_logits"}:
         return f"forward arguments {sorted(unknown)}"

@@ -6,6 +6,7 @@ model, in images of equal size, and the others are targets; a unit of pi07 is a 
 optional parts that `data.fields` names, by default all.
 """
 
+from dataclasses import replace
 from fractions import Fraction
 from math import gcd
 from pathlib import Path
@@ -93,9 +94,8 @@ class SizedVL(VLRecipe):
         return kind.from_pretrained(folder) if path.exists() else kind.named(path.name)
 
     def _small(self, full: Any, factor: int) -> Any:
-        values, mp = full.to_dict(), self.config.parallel.mp_degree
-        text, vision, width = values["text_config"], values["vision_config"], WIDTH * factor
-        text |= {"hidden_size": width, "vocab_size": 64 * mp}
+        mp, width = self.config.parallel.mp_degree, WIDTH * factor
+        text: dict[str, Any] = {"hidden_size": width, "vocab_size": 64 * mp}
         # Where slices exchange heads, a rank gets two query heads and one key head of each kind.
         slices = self.config.parallel.cp_degree
         by_heads = self.config.parallel.cp_attention == "ulysses"
@@ -103,12 +103,17 @@ class SizedVL(VLRecipe):
         text |= {"num_attention_heads": heads * mp, "num_key_value_heads": keys * mp}
         heads = mp * self.config.parallel.encoder.mp_degree
         inner = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
-        text |= {name: INNER * mp for name in inner if name in text}
+        text |= {name: INNER * mp for name in inner if getattr(full.text_config, name, 0)}
         of_tower = 4 * heads * (2 * factor - 1)
-        vision |= {"out_hidden_size": width, "num_heads": heads, "hidden_size": of_tower}
+        vision = {"out_hidden_size": width, "num_heads": heads, "hidden_size": of_tower}
         vision |= {"intermediate_size": INNER * heads, "patch_size": PATCH}
         ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-        return type(full).from_dict(values | {name: 60 + i for i, name in enumerate(ids)})
+        return replace(
+            full,
+            text_config=replace(full.text_config, **text),
+            vision_config=replace(full.vision_config, **vision),
+            **{name: 60 + i for i, name in enumerate(ids)},
+        )
 
     def build_model(self, placement: Any) -> BuiltModel:
         with default_dtype(self.config.model.compute_dtype):

@@ -5,7 +5,8 @@
                   {"role": "assistant", "content": [], "loss": True, "tool_calls": [...]},
                   {"role": "tool", "content": [{"type": "text", "text": "1.2"}]}], "tools": [...]}
 
-Text is literal, neighbouring texts are one, and consecutive messages of the assistant are one turn.
+Text is literal, neighbouring texts are one but for those of the system, and consecutive messages of
+the assistant are one turn.
 
 Every message of the assistant has `loss`, and no other has. `loss` and `loss_scale` (ms-swift),
 `weight` (OpenAI) and `label` (PaddleFormers; of a message, or of the row with one value per turn)
@@ -22,7 +23,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, TypedDict
 
 from paddle_vl.data.formats.keys import (
@@ -300,7 +301,9 @@ def joined_parts(parts: Iterable[Part]) -> list[Part]:
 
 def as_message(turn: Draft) -> Message:
     """The message of a turn."""
-    message = Message(role=turn.role, content=joined_parts(turn.parts))
+    # Templates may write the texts of the system apart.
+    parts = [[part] for part in turn.parts] if turn.role == "system" else [turn.parts]
+    message = Message(role=turn.role, content=[*chain.from_iterable(map(joined_parts, parts))])
     if turn.reasoning:
         message["reasoning_content"] = turn.reasoning
     if turn.calls:

@@ -61,7 +61,7 @@ class Box(NamedTuple):
     """A box in a text.
 
     Attributes:
-        corners: x and y of two corners, or of a point, in pixels.
+        corners: x and y of two corners, of a point, or of four corners in order, in pixels.
         label: its name; None without.
     """
 

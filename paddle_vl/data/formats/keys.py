@@ -148,6 +148,9 @@ class RowSettings:
         train_on_prompt: learn all text.
         nulls_are_values: nulls in calls and tools are meant, and not filled in by a table.
         image_size: width and height in pixels of an image, upright, from its source.
+        tasks: prompts of the model's tasks, by the name that a row's `task` may have.
+        checks: what answers are checked for, see `paddle_vl.data.formats.tasks`.
+        html_tables: whether answers that are tables in HTML become OTSL.
     """
 
     boxes: Literal["json", "markers"] = "json"
@@ -161,6 +164,9 @@ class RowSettings:
     train_on_prompt: bool = False
     nulls_are_values: bool = False
     image_size: Callable[[Any], tuple[int, int]] | None = None
+    tasks: Mapping[str, str] = field(default_factory=dict)
+    checks: Collection[str] = ()
+    html_tables: Literal["keep", "otsl"] = "keep"
 
     def __post_init__(self) -> None:
         if self.boxes not in ("json", "markers"):

@@ -53,6 +53,7 @@ from paddle_vl.data.formats.keys import (
     renamed,
     wrong,
 )
+from paddle_vl.data.formats.tasks import check_tasks, with_question
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import MediaFolder, brief, media_source, upright_size
 from paddle_vl.data.video_reader import FrameFiles, VideoFrames
@@ -90,9 +91,12 @@ def to_canonical(
     """
     name = format
     try:
-        row = renamed(row, settings) if isinstance(row, Mapping) else row
+        if isinstance(row, Mapping):
+            row = with_question(renamed(row, settings), settings.tasks)
         name = fitting_format(row, format)
-        return _canonical_row(FORMATS[name].read(row), settings, name)
+        found = _canonical_row(FORMATS[name].read(row), settings, name)
+        check_tasks(found, settings)
+        return found
     except BadSampleError as error:
         read_as = f"a row of format {name}: " if name else ""
         raise BadSampleError(error.kind, read_as + error.reason) from error

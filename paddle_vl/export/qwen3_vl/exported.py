@@ -1,4 +1,4 @@
-"""An exported Qwen3-VL: text from messages, images and videos, without the model's code.
+"""An exported Qwen3-VL or PaddleOCR-VL: text from messages and pictures, without the model's code.
 
 Shapes: B batch, L prompt length, C capacity of the cache, M visual embeddings, V vocabulary.
 """
@@ -42,6 +42,7 @@ class ModelSizes:
     vocab_size: _Size
     table_side: _Size
     merge: _Size
+    aligns_corners: bool = True
 
 
 class _Items(NamedTuple):
@@ -149,7 +150,7 @@ class ExportedQwen3VL(Answers):
             given = [_Items(pixels, np.array([[1, side, side]]))]
         grid = np.concatenate([items.grid for items in given])
         pixels = np.concatenate([items.pixels for items in given])
-        outputs = self._tower(tower_inputs(pixels, grid, sizes.table_side, sizes.merge))
+        outputs = self._tower(tower_inputs(pixels, grid, sizes))
         if images is None and videos is None:
             return [output[:0] for output in outputs]
         if images is not None and videos is not None:
@@ -159,11 +160,14 @@ class ExportedQwen3VL(Answers):
         return outputs
 
 
-def tower_inputs(
-    pixels: np.ndarray, grid: np.ndarray, table_side: int, merge: int
-) -> dict[str, np.ndarray]:
+def tower_inputs(pixels: np.ndarray, grid: np.ndarray, sizes: ModelSizes) -> dict[str, np.ndarray]:
     """Inputs of the tower's program by name, of pixels `[P, patch_dim]` and grids `[I, 3]`."""
-    layout = vision_layout(grid, table_side=table_side, merge=merge)
+    layout = vision_layout(
+        grid,
+        table_side=sizes.table_side,
+        merge=sizes.merge,
+        aligns_corners=sizes.aligns_corners,
+    )
     rows_SQ, bias_SQ, place_P = padded_segments(frame_runs(grid))
     return {
         "pixel_values": pixels,

@@ -21,14 +21,14 @@ from paddle_vl.batch.positions import PatchRows
 from paddle_vl.checkpoint.adapter_files import folder_with
 from paddle_vl.config.families import FamilyEntry
 from paddle_vl.export.attention import PaddedSegments, biased_attention, query_blocks
-from paddle_vl.export.qwen3_vl.exported import tower_inputs
+from paddle_vl.export.qwen3_vl.exported import ModelSizes, tower_inputs
 from paddle_vl.export.writing import ModelToExport, ProgramToExport, cache_specs, spec
-from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
 from paddle_vl.families.vlm.answering.generate import step_logits
 from paddle_vl.families.vlm.folders.processor_fit import check_processor_fits
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.modeling.embedding_inputs import embedded
 from paddle_vl.families.vlm.modeling.layers import decoder_positions
+from paddle_vl.families.vlm.modeling.model import VLForConditionalGeneration
 from paddle_vl.nn.attention_masks import MASKED_SCORE
 
 Given = Mapping[str, Tensor]
@@ -200,7 +200,7 @@ def to_export(family: FamilyEntry, folder: Path, base: str | None) -> ModelToExp
 
 
 def model_to_export(
-    model: Qwen3VLForConditionalGeneration, save_files: Callable[[Path], None]
+    model: VLForConditionalGeneration, save_files: Callable[[Path], None]
 ) -> ModelToExport:
     """The three programs of a full model, with inputs to check them."""
     config, text, rng = model.config, model.config.text_config, np.random.default_rng(0)
@@ -213,7 +213,16 @@ def model_to_export(
     side = vision.spatial_merge_size
     grid = np.array([[1, side, 2 * side], [2, 2 * side, 3 * side]])
     pixels = normal(int(grid.prod(axis=1).sum()), vision.patch_dim)
-    pictures = tower_inputs(pixels, grid, vision.table_side, side)
+    sizes = {
+        "image_token_id": config.image_token_id,
+        "video_token_id": config.video_token_id,
+        "vocab_size": text.vocab_size,
+        "table_side": vision.table_side,
+        "merge": side,
+    }
+    if not vision.aligns_corners:
+        sizes["aligns_corners"] = False
+    pictures = tower_inputs(pixels, grid, ModelSizes(**sizes))
     # Two prompts of nine tokens, one padded on the left, with six visual tokens.
     ids_BL = np.full((2, 9), config.vision_start_token_id, dtype=np.int64)
     ids_BL[0, 2:6], ids_BL[1, 5:7] = config.image_token_id, config.video_token_id
@@ -249,15 +258,8 @@ def model_to_export(
     with_past = ProgramToExport(
         model, decode_with_past, decode_with_past_specs(model), "decoder", past
     )
-    sizes = {
-        "image_token_id": config.image_token_id,
-        "video_token_id": config.video_token_id,
-        "vocab_size": text.vocab_size,
-        "table_side": vision.table_side,
-        "merge": side,
-    }
     return ModelToExport(
-        "qwen3_vl",
+        str(model.model_type),
         sizes,
         programs,
         save_files,

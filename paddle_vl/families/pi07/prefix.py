@@ -24,14 +24,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import paddle
 from paddle import Tensor, nn
-from paddle.autograd import PyLayer
 from paddle.nn.initializer import Initializer, Normal, Uniform
 
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.vision import VideoEncoder
 from paddle_vl.families.policy.model_inputs import fields_present
 from paddle_vl.nn.linear import Embedding, Linear, linear
-from paddle_vl.nn.operations import slice_axis
+from paddle_vl.nn.operations import MaskGradient, slice_axis
 from paddle_vl.nn.placement import Placement
 from paddle_vl.nn.transfer import host_table
 
@@ -224,21 +223,7 @@ class PaddedEmbedding(nn.Layer):
 
     def forward(self, ids_BL: Tensor) -> Tensor:
         """int64 `[B, L]` to `[B, L, D]`."""
-        return _MaskGradient.apply(self.rows(ids_BL), ids_BL != PAD_ID)
-
-
-class _MaskGradient(PyLayer):
-    """Identity; rows where `keep_BL` is False get a zero gradient."""
-
-    @staticmethod
-    def forward(ctx, rows_BLD, keep_BL):
-        ctx.save_for_backward(keep_BL)
-        return rows_BLD.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        (keep_BL,) = ctx.saved_tensor()
-        return grad * keep_BL.astype(grad.dtype).unsqueeze(-1), None
+        return MaskGradient.apply(self.rows(ids_BL), ids_BL != PAD_ID)
 
 
 class UnitRows(Initializer):

@@ -63,6 +63,12 @@ class VLDataConfig(DataConfig):
     """move boxes that are partly outside of their image to its edge, instead of refusing them"""
     special_tokens: list[Literal["box", "object_ref"]] = Field(default=[])
     """special tokens that texts of rows may contain: box, object_ref"""
+    checks: list[Literal["tables", "spotting", "text", "pixels"]] = Field(default=[])
+    """rows that are bad samples: a table whose OTSL is not rectangular, spotted lines without their
+    eight location tokens from 0 to 1000, an answer without text, an image that data.max_pixels
+    would shrink"""
+    html_tables: Literal["keep", "otsl"] = "keep"
+    """write answers to a table's prompt that are HTML as OTSL"""
     earlier_reasoning: Literal["refuse", "drop", "split"] = "refuse"
     """where the chat template leaves reasoning of earlier answers out: refuse the row, drop the
     reasoning, or make a sample of each learned answer (reads all rows at the start)"""
@@ -266,7 +272,8 @@ class VLRun(RunConfig):
             if self.compares_answers or has_sources(self.data.eval):
                 yield (
                     "train.eval asks the questions of conversations, and data.eval has pairs of "
-                    "answers or documents: remove train.eval"
+                    "answers or documents: remove train.eval, or give an entry of conversations "
+                    "its metrics, which tell it from one of documents"
                 )
         factor, ep = self.parallel.expert_capacity_factor, self.parallel.ep_degree
         if factor is not None and 1 < ep < factor:

@@ -26,12 +26,13 @@ def suite_of(folder, sides, more: str = "", right=()):
         image = folder / f"{number}.png"
         image.write_bytes(png(side))
         ask, answer = f"What digit is <image> {number}?", [*right, *map(str, range(9))][number]
-        rows.append({"ask": ask, "image": str(image), "right": answer, "size": str(side)})
+        row = {"ask": ask, "image": str(image), "right": answer, "size": str(side)}
+        rows.append({**row, "box": [0, 0, side, side - 1]})
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     suite = folder / "suite.yaml"
     suite.write_text(
         f"name: Digits\npath: {folder / 'rows.jsonl'}\nimages: [image]\nprompt: '{{{{ ask }}}}'\n"
-        f"references: right\nmetrics: [anls]\ngroups: [size]\n"
+        f"crop: box\nreferences: right\nmetrics: [anls]\ngroups: [size]\n"
         f"generation: {{max_new_tokens: 9{more}}}\n"
     )
     return suite

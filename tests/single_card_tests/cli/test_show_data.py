@@ -36,6 +36,10 @@ def test_the_answers_are_marked_and_nothing_else(run_file, capsys):
     # Settings of an evaluation need no files of one.
     settings = ("train.eval_steps=1", "train.best={metric: loss}", "train.eval={}", "data.eval=[]")
     assert "red<|im_end|>" in shown(run_file, capsys, *settings)
+    scored = "data.eval=[{path: none.jsonl, metrics: [cer]}]"
+    assert "red<|im_end|>" in shown(
+        run_file, capsys, scored, "train.guard={metric: cer, max_drop: 0}"
+    )
     for arguments, told in ((["--first", "12"], "has 12 samples"), (["--eval"], "data.eval")):
         assert main(["show-data", str(run_file), *arguments]) == 1
         assert told in capsys.readouterr().err

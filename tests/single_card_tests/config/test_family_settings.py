@@ -97,7 +97,7 @@ def test_settings_of_another_family_are_refused_together_with_place_and_remedy(w
     message = refusal(file, "parallel.ep_degree=2", "data.max_length=64", "train.sed=1")
     assert message.startswith("4 problems in the configuration:")
     # Other tests may have registered a family with the same settings.
-    remedy = r"applies only to Qwen3-VL[\w, ]*, and the model is a pi07: remove it"
+    remedy = r"applies only to Qwen3-VL[\w., -]*, and the model is a pi07: remove it"
     assert re.search(rf"{re.escape(str(file))}:{line}: data\.columns {remedy}", message)
     assert re.search(rf"command line: parallel\.ep_degree {remedy}", message)
     assert re.search(rf"command line: data\.max_length {remedy}", message)

@@ -10,7 +10,7 @@ import paddle_vl
 from paddle_vl.config import bounded_yaml
 from paddle_vl.config.family_settings import settings_classes, settings_help
 from paddle_vl.config.load import load_run_config, save_run_config
-from paddle_vl.config.peer_names import PEERS, setting_for
+from paddle_vl.config.peer_names import NOT_NEEDED, PEERS, setting_for
 from paddle_vl.config.section import setting_descriptions
 from paddle_vl.config.validate import launch_problems
 from paddle_vl.families.vlm.settings import VLRun
@@ -253,12 +253,26 @@ def minimal_file(write):
         ("model.lora.lora_rank", "model.lora.r"),
         ("moe_expert_capacity_factor", "parallel.expert_capacity_factor"),
         ("data.max_lenght", "data.max_length"),
+        ("train_dataset_type", "data.format"),
+        ("fine_tuning", "model.lora"),
     ],
 )
 def test_name_of_another_trainer_leads_to_the_setting(minimal_file, name, setting):
     told = f"command line: {name} is not a setting; did you mean {setting}?"
     lora = "model.lora.target_modules=all-linear"
     assert told in problems(minimal_file, f"{name}=1", *[lora] * name.startswith("model.lora"))
+
+
+def test_name_of_another_trainer_that_has_no_setting_is_told_why(minimal_file):
+    told = {"template": "the chat template is the one in", "save_to_hf": "in HF's format"}
+    for name, reason in told.items():
+        message = problems(minimal_file, f"{name}=1")
+        assert message.startswith(f"command line: {name} is not a setting; ")
+        assert reason in message
+        assert message.endswith(": leave it out")
+    known = all_descriptions()
+    names = [name for names in NOT_NEEDED.values() for name in names.split()]
+    assert not {*names} & {*known, *(name for each in PEERS.values() for name in each.split())}
 
 
 def test_section_of_another_trainer_leads_to_the_settings(minimal_file):

@@ -7,6 +7,7 @@ are read, or refused if `allow_outside` is off: for images and videos, conversat
 demonstrations, at opening and at reading. Paths that lead back into the folder are inside.
 """
 
+import pickle
 import struct
 import zlib
 
@@ -237,3 +238,23 @@ def test_the_folder_may_be_a_link_itself(folder):
     linked = folder.parent / "through"
     linked.symlink_to(folder)
     assert conversations(linked, "a.png", allow_outside=False)[0]
+
+
+def test_a_section_of_an_image_is_what_its_corners_surround(tmp_path):
+    pixels = np.arange(8 * 12 * 3, dtype=np.uint8).reshape(8, 12, 3)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for name, more in {"plain.png": {}, "turned.png": {"exif": exif}}.items():
+        Image.fromarray(pixels).save(tmp_path / name, **more)
+    upright = {"plain.png": pixels, "turned.png": np.rot90(pixels, 3)}
+    for name, whole in upright.items():
+        section = media_file.ImageSection(name, (2.5, 1, 6, 1, 6.2, 4, 2.5, 3.1))
+        folder = media_file.MediaFolder(tmp_path)
+        section = pickle.loads(pickle.dumps(media_file.media_source(section, "image", "x", folder)))
+        assert np.array_equal(np.asarray(load_rgb(section)), whole[1:4, 2:7])
+        assert image_size(section) == media_file.upright_size(section) == (5, 3)
+        # What is outside is left.
+        outer = media_file.ImageSection(section.file, (-5, -5, 3, 100))
+        assert np.array_equal(np.asarray(load_rgb(outer)), whole[:, :3])
+        with pytest.raises(BadSampleError, match="have no pixel of the image of"):
+            load_rgb(media_file.ImageSection(section.file, (50, 0, 60, 5)))

@@ -1,7 +1,7 @@
 """What the doctor's checks find.
 
 Guarantees: both wheels at once, a wheel of another version, a CPU wheel beside a card, and flags
-that slow a run down or make it wrong are findings. Both golden cases pass here; a changed loss,
+that slow a run down or make it wrong are findings. All golden cases pass here; a changed loss,
 logit, gradient or token is found and named; the stored files are small enough for a wheel and part
 of it. Every operation has an example, and every example an operation; all kernels pass; a kernel
 with a wrong output, a wrong gradient, NaN or one gradient too few is found and named, and so is one
@@ -34,7 +34,7 @@ from paddle_vl.train import trainer
 from paddle_vl.train.stop_signals import StopSignals
 
 ROOT = Path(__file__).parents[3]
-QWEN3_VL, QWEN3_5 = golden.CASES
+QWEN3_VL, QWEN3_5, _ = golden.CASES
 
 
 @pytest.fixture

@@ -19,7 +19,12 @@ from paddle_vl.doctor import ranks
 from paddle_vl.doctor.check import Machine, all_checks
 
 ROOT = Path(__file__).parents[3]
-NEEDS_GPU = {"environment.bfloat16", "golden.qwen3_vl_bfloat16", "golden.qwen3_5_bfloat16"}
+NEEDS_GPU = {
+    "environment.bfloat16",
+    "golden.qwen3_vl_bfloat16",
+    "golden.qwen3_5_bfloat16",
+    "golden.paddleocr_vl_bfloat16",
+}
 
 
 def doctor(*arguments: str) -> subprocess.CompletedProcess:

@@ -21,6 +21,8 @@ from tests.single_card_tests.train.whole_runs import build
 GEMMA = Path(__file__).parents[2] / "golden" / "pi07_start" / "hub_same"
 EVALUATED, UNFREEZE = "data.eval=[{data}]", "model.policy.freeze_vision_encoder=false"
 BEST = "train.best={metric: loss, mode: min}"
+GUARD = "{metric: exact_match, max_drop: 0.1}"
+GUARDED = [EVALUATED, f"train.guard={GUARD}", "train.eval_steps=1"]
 ONE_EPISODE = with_mixture(datasets=[{"root": V21, "episodes": [0]}], weights=None)
 
 
@@ -42,6 +44,11 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         ([EVALUATED, BEST, "train.best.patience=2"], "train.eval_steps is not set"),
         ([EVALUATED, BEST, "train.best.min_delta=0.1"], "train.best.patience is not set"),
         ([EVALUATED, "train.best={metric: anls, mode: max}"], "no evaluation of this run gives"),
+        ([f"train.guard={GUARD}"], "compares exact_match of evaluations but data.eval is not set"),
+        ([EVALUATED, f"train.guard={GUARD}"], r"train\.eval_steps is not set: set train\.eval_s"),
+        ([*GUARDED, "train.eval={}"], r"gives eval_exact_match/SOURCE: .*\(there are none of a s"),
+        ([*GUARDED, "train.guard.max_drop=-0.1"], r"max_drop is -0\.1; it must be at least 0"),
+        ([*GUARDED, "train.guard.action=halt"], r"action is .halt.; it must be 'stop' or 'warn'"),
         ([EVALUATED, "train.eval={metrics: [anlz]}"], "there is no metric 'anlz'"),
         ([EVALUATED, "train.eval={metrics: [box]}"], "the reference 'red' is no box"),
         (["model.config.image_token_id=7"], "image_token_id is 7 in the model and 278 in the toke"),

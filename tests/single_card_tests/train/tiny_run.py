@@ -38,6 +38,18 @@ MODEL_3_5 = {
     "tie_word_embeddings": True,
 }  # fmt: skip
 
+MODEL_OCR = {
+    "model_type": "paddleocr_vl", "vocab_size": 280, "hidden_size": 16, "intermediate_size": 24,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}, "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 1024, "initializer_range": 0.1,
+    "vision_config": {
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "image_size": 18, "patch_size": 4, "spatial_merge_size": 2,
+        "initializer_range": 0.1,
+    },
+}  # fmt: skip
+
 
 def write_tiny_run(folder: Path, num_samples: int = 12, model: dict = MODEL) -> Path:
     """Write images, train.jsonl, test.jsonl, processor/ and run.yaml; return the path of
@@ -58,7 +70,8 @@ def write_tiny_run(folder: Path, num_samples: int = 12, model: dict = MODEL) -> 
         records.append({"messages": messages, "images": [file], "task": task})
     write_records(folder / "train.jsonl", records)
     write_records(folder / "test.jsonl", records[:5])
-    write_processor(folder / "processor", "Which colour? red green blue yes")
+    frames = 1 if model.get("model_type") == "paddleocr_vl" else 2
+    write_processor(folder / "processor", "Which colour? red green blue yes", frames)
     settings = {
         "model": {"config": model},
         "data": {

@@ -18,7 +18,13 @@ from paddle_vl.config.families import FamilyEntry
 from paddle_vl.data.jsonl import BadSampleError, OnBadSample, sample_at
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.base import RankInfo
-from paddle_vl.families.vlm.evaluation.scorer import Question, Scorer, answer_to, questions_in
+from paddle_vl.families.vlm.evaluation.scorer import (
+    Question,
+    Scorer,
+    answer_to,
+    expected_answer,
+    questions_in,
+)
 from paddle_vl.families.vlm.inputs.collate import VLCollator, prepared
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
@@ -121,7 +127,7 @@ class VLQuestions:
             raise ValueError("train.eval is set but no sample of data.eval that is asked is usable")
         self._scorer = Scorer(settings.metrics)
         # Of every reference, so that no metric fails in the middle of the run.
-        self.names = self._scorer.check(self.questions)
+        self.names = [*self._scorer.by_source([*map(expected_answer, self.questions)])[0]]
         self._prompts = QuestionPrompts(self.questions, data.on_bad_sample)
 
     def __len__(self) -> int:
@@ -168,7 +174,7 @@ class VLQuestions:
         """The scores by name, and a line of predictions.jsonl for each answer; ids by prompt."""
         texts = {number: self.processor.decode(ids) for number, ids in sorted(answers.items())}
         found = [answer_to(self.questions[number], text) for number, text in texts.items()]
-        scores, answered = self._scorer.overall(found)
+        scores, answered = self._scorer.by_source(found)
         return scores, [answer.to_dict() for answer in answered]
 
 

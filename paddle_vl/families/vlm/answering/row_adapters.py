@@ -81,7 +81,7 @@ class RowAdapters:
 
 
 def _read(model: Any, folder: Path) -> StoredAdapter:
-    stored = StoredAdapter.read(folder)
+    stored = StoredAdapter.read(folder, model.key_here)
     stored.tensors.update(model.tensors_as_here(stored.tensors))
     adapter = adapter_of(model, stored)
     others = [key for key in stored.tensors if not is_low_rank(key)]

@@ -1,8 +1,8 @@
 """Scores of answers in text: a table of metrics, and functions of a user's own file.
 
 A metric gives named numbers for a sample: from its answer, one or several references, and the row.
-Of a set of samples the score is the mean of each number; of BLEU and chrF, and of a function over
-lists, it is what the whole set gives.
+Of a set of samples the score is the mean of each number; of a rate it is all errors over all that
+they are of; of BLEU and chrF, and of a function over lists, it is what the whole set gives.
 """
 
 import inspect
@@ -11,18 +11,28 @@ import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import product, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from runpy import run_path
 from typing import Any, NamedTuple
 
-from paddle_vl.data.formats.grounding import boxes_in
 from paddle_vl.data.formats.keys import from_text
 from paddle_vl.data.media_file import brief
+from paddle_vl.families.vlm.evaluation.document_metrics import (
+    Rate,
+    character_errors,
+    formula_distance,
+    letters_distance,
+    normalised_distance,
+    spotting_rates,
+    table_similarity,
+    word_errors,
+)
+from paddle_vl.families.vlm.evaluation.edit_distance import edit_distance
+from paddle_vl.families.vlm.evaluation.grounding_metrics import box_scores, points_right
+from paddle_vl.families.vlm.evaluation.page_checks import passes
 
 Numbers = dict[str, float]
-# Two corners of a box, or a point, in thousandths of the image.
-Shape = tuple[float, ...]
 
 
 class Scored(NamedTuple):
@@ -67,10 +77,14 @@ def metric_named(name: str) -> Metric:
         return _user_metric(name)
     if compare := _NEAREST.get(name):
         return _each(name, lambda s: max(compare(s.answer, each) for each in s.references))
+    if distance := _DISTANCES.get(name):
+        return _each(name, lambda s: min(distance(s.answer, each) for each in s.references))
+    if rates := _RATES.get(name):
+        return _pooled(rates)
     if of_sample := _OF_SAMPLE.get(name):
         return _each(name, of_sample)
     if name not in _OF_PACKAGES:
-        known = ", ".join([*_NEAREST, *_OF_SAMPLE, *_OF_PACKAGES])
+        known = ", ".join([*_NEAREST, *_DISTANCES, *_RATES, *_OF_SAMPLE, *_OF_PACKAGES])
         raise ValueError(
             f"there is no metric {name!r}: use one of {known}, or a function of your own, "
             "file.py:function"
@@ -115,6 +129,35 @@ def _each(name: str, of_sample: Callable[[Scored], Any]) -> Metric:
     return Metric(lambda sample: _numbers(name, of_sample(sample)), mean)
 
 
+def _pooled(rates: Callable[[Scored], Mapping[str, Rate]]) -> Metric:
+    """The metric whose scores are sums over sums."""
+
+    def ratio(name: str, found: Sequence[Mapping[str, Rate]]) -> float:
+        part, whole = (math.fsum(each[name][place] for each in found) for place in (0, 1))
+        return part / whole if whole else 0.0
+
+    def score(samples: Sequence[Scored]) -> Numbers:
+        found = [*map(rates, samples)]
+        return {name: ratio(name, found) for name in found[0]}
+
+    return Metric(lambda sample: score([sample]), lambda samples, _: score(samples))
+
+
+def _error_rate(name: str, errors: Callable[[str, str], Rate]) -> Callable[[Scored], Any]:
+    """Errors of the nearest reference."""
+
+    def nearest(sample: Scored) -> Mapping[str, Rate]:
+        found = [errors(sample.answer, each) for each in sample.references]
+        return {name: min(found, key=lambda rate: rate[0] / rate[1])}
+
+    return nearest
+
+
+def _spotting(sample: Scored) -> Mapping[str, Rate]:
+    found = [spotting_rates(sample.answer, each) for each in sample.references]
+    return max(found, key=lambda rates: rates["spotting_f1"][0] / rates["spotting_f1"][1])
+
+
 def _whole(name: str, of_all: Callable[[Sequence[Scored]], Any]) -> Metric:
     """The metric of whole sets, in the order of the samples."""
     return Metric(lambda _: {}, lambda samples, _: _numbers(name, of_all(samples)))
@@ -142,14 +185,7 @@ def _anls(answer: str, reference: str) -> float:
     longest = max(len(answer), len(reference))
     if answer == reference or 2 * abs(len(answer) - len(reference)) >= longest:
         return float(answer == reference)
-    distances = list(range(len(reference) + 1))
-    for row, letter in enumerate(answer, start=1):
-        before, distances[0] = distances[0], row
-        for column, other in enumerate(reference, start=1):
-            kept = before + (letter != other)
-            before = distances[column]
-            distances[column] = min(before + 1, distances[column - 1] + 1, kept)
-    similarity = 1 - distances[-1] / longest
+    similarity = 1 - edit_distance(answer, reference) / longest
     return similarity if similarity > 0.5 else 0.0
 
 
@@ -277,85 +313,31 @@ def _has(answer: str, reference: str) -> bool:
     return re.search(rf"(?i)(?<!\w){re.escape(reference)}(?!\w)", answer) is not None
 
 
-# Thousandths of the image that a point may be away from the reference's.
-_POINT_DISTANCE = 50.0
-
-
-def _shapes(text: str) -> list[Shape]:
-    # A point alone may have lost its markers.
-    return [box.corners for box in boxes_in(re.sub(r"\A\(([^()]*)\)\Z", r"[\1]", text))]
-
-
-def _wanted_shapes(reference: str, kinds: Mapping[int, str]) -> list[Shape]:
-    found = _shapes(reference)
-    if not found or any(len(each) not in kinds for each in found):
-        raise ValueError(
-            f"the reference {reference!r:.80} is no {' or '.join(kinds.values())}: write "
-            "[x1, y1, x2, y2] in thousandths of the image"
-        )
-    return found
-
-
-def _iou(first: Shape, second: Shape) -> float:
-    (ax, ay, bx, by), (cx, cy, dx, dy) = first, second
-    inner = max(0.0, min(bx, dx) - max(ax, cx)) * max(0.0, min(by, dy) - max(ay, cy))
-    union = max(0.0, bx - ax) * max(0.0, by - ay) + max(0.0, dx - cx) * max(0.0, dy - cy) - inner
-    return inner / union if union > 0 else 0.0
-
-
-def _paired_ious(found: Sequence[Shape], wanted: Sequence[Shape]) -> list[float]:
-    """IoU of each pair, the nearest first; 0 for a box without a partner."""
-    ious, partners = list[float](), dict[int, int]()
-    pairs = product(enumerate(found), enumerate(wanted))
-    for iou, own, other in sorted(((_iou(a, b), i, j) for (i, a), (j, b) in pairs), reverse=True):
-        if own not in partners and other not in partners.values():
-            partners[own] = other
-            ious.append(iou)
-    return ious + [0.0] * abs(len(found) - len(wanted))
-
-
-def _box(sample: Scored) -> Numbers:
-    """Mean IoU of boxes, paired with the nearest pair first, and the share of the answer's with an
-    IoU of a threshold or more; of the nearest reference."""
-    found = [each for each in _shapes(sample.answer) if len(each) == 4]
-    of_references = (
-        _paired_ious(found, _wanted_shapes(each, {4: "box"})) for each in sample.references
-    )
-    best = max(of_references, key=lambda ious: sum(ious) / len(ious))
-    shares = {
-        f"box_precision_{least}": sum(iou >= least for iou in best) / max(len(found), 1)
-        for least in (0.5, 0.7, 0.9)
-    }
-    return {"box_iou": sum(best) / len(best), **shares}
-
-
-def _pointing(sample: Scored) -> bool:
-    """Whether the answer's first point, or the middle of its first box, is in a box of a reference,
-    or near a point of it."""
-    kinds = {4: "box", 2: "point"}
-    wanted = [each for text in sample.references for each in _wanted_shapes(text, kinds)]
-    if not (found := _shapes(sample.answer)):
-        return False
-    x, y = (sum(found[0][axis::2]) / len(found[0][axis::2]) for axis in (0, 1))
-    return any(
-        math.dist(shape, (x, y)) <= _POINT_DISTANCE
-        if len(shape) == 2
-        else shape[0] <= x <= shape[2] and shape[1] <= y <= shape[3]
-        for shape in wanted
-    )
-
-
 # Compare an answer with one reference; the nearest counts.
 _NEAREST: dict[str, Callable[[str, str], float]] = {
     "exact_match": lambda answer, reference: answer == reference,
     "anls": _anls,
     "relaxed_accuracy": _relaxed,
+    "teds": table_similarity,
+    "teds_s": partial(table_similarity, has_text=False),
+}
+# Of these the nearest has the least.
+_DISTANCES: dict[str, Callable[[str, str], float]] = {
+    "ned": normalised_distance,
+    "ned_letters": letters_distance,
+    "formula": formula_distance,
+}
+_RATES: dict[str, Callable[[Scored], Mapping[str, Rate]]] = {
+    "cer": _error_rate("cer", character_errors),
+    "wer": _error_rate("wer", word_errors),
+    "spotting_f1": _spotting,
 }
 _OF_SAMPLE: dict[str, Callable[[Scored], Any]] = {
     "multiple_choice": _multiple_choice,
     "mmmu": _mmmu,
-    "box": _box,
-    "pointing": _pointing,
+    "box": lambda sample: box_scores(sample.answer, sample.references),
+    "olmocr": lambda sample: passes(sample.answer, sample.row),
+    "pointing": lambda sample: points_right(sample.answer, sample.references),
 }
 _OF_PACKAGES: dict[str, Callable[[str], Metric]] = {
     "rouge_l": _rouge,

@@ -41,12 +41,14 @@ class Asked(NamedTuple):
         columns: the row's other values.
         groups: the row's `task`, of a benchmark one for each column of its `groups`.
         metrics: names of those that the row's source asks for.
+        source: the name of the row's source, if it has one.
     """
 
     references: Sequence[str] = ()
     columns: Mapping[str, Any] = {}
     groups: Sequence[str] = ()
     metrics: Sequence[str] = ()
+    source: str | None = None
 
 
 @dataclass(frozen=True)
@@ -251,6 +253,11 @@ def answer_to(question: Question, text: str) -> Answer:
     )
 
 
+def expected_answer(question: Question) -> Answer:
+    """The first reference as if it were the answer."""
+    return answer_to(question, question.asked.references[0])
+
+
 class Scorer:
     """Scores answers, each with the metrics of its row's source.
 
@@ -272,12 +279,21 @@ class Scorer:
         Raises:
             ValueError: there is no such metric, or it cannot use a question.
         """
-        return [*self.overall([answer_to(each, each.asked.references[0]) for each in questions])[0]]
+        return [*self.overall([*map(expected_answer, questions)])[0]]
 
     def overall(self, answers: Sequence[Answer]) -> tuple[dict[str, float], list[Answer]]:
         """Scores of all answers by name, and the answers with their own; see `__call__`."""
-        scores, answers = self(answers)
-        return {n: v for n, v in scores[ALL_ANSWERS].items() if n != COUNT}, answers
+        scores, answers = self._of_groups({"": [*range(len(answers))]}, answers)
+        return scores[""], answers
+
+    def by_source(self, answers: Sequence[Answer]) -> tuple[dict[str, float], list[Answer]]:
+        """The same, with scores of the answers to each named source as `NAME/SOURCE`."""
+        groups: dict[str, list[int]] = {"": [*range(len(answers))]}
+        for place, answer in enumerate(answers):
+            if answer.asked.source is not None:
+                groups.setdefault(f"/{answer.asked.source}", []).append(place)
+        scores, answers = self._of_groups(groups, answers)
+        return {n + group: v for group, of in scores.items() for n, v in of.items()}, answers
 
     def __call__(
         self, answers: Sequence[Answer]
@@ -293,9 +309,14 @@ class Scorer:
             for name in dict.fromkeys(answer.asked.groups):
                 groups.setdefault(name, []).append(place)
         groups.pop(NO_TASK, None)
-        scores: dict[str, dict[str, float]] = {
-            name: {COUNT: len(places)} for name, places in groups.items()
-        }
+        scores, answers = self._of_groups(groups, answers)
+        return {name: {COUNT: len(groups[name]), **of} for name, of in scores.items()}, answers
+
+    def _of_groups(
+        self, groups: Mapping[str, Sequence[int]], answers: Sequence[Answer]
+    ) -> tuple[dict[str, dict[str, float]], list[Answer]]:
+        """Scores of groups of answers, by their places; and the answers with their own."""
+        scores: dict[str, dict[str, float]] = {name: {} for name in groups}
         own = [dict[str, float]() for _ in answers]
         samples = [
             Scored(self._extract(text), [*map(conclusion, asked.references)], asked.columns)
@@ -341,6 +362,7 @@ def questions_in(dataset: ConversationData, number: int) -> list[Question]:
                 whole.columns,
                 [*map(str, task if isinstance(task, list) else [task])],
                 dataset.metrics(row),
+                dataset.source_name(row),
             ),
         )
         for turn in whole.targets

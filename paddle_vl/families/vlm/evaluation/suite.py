@@ -1,5 +1,6 @@
 """A benchmark in a YAML file: its rows, how a row is asked, and how answers are scored."""
 
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,12 +19,15 @@ from paddle_vl.data.formats.canonical import Conversation
 from paddle_vl.data.formats.keys import from_text, renamed
 from paddle_vl.data.formats.reader import RowReader
 from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.data.media_file import ImageSection
 from paddle_vl.families.vlm.evaluation.metrics import conclusion, options_of
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.open_data import open_conversations
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.settings import VLDataConfig
 from paddle_vl.generation.config import GenerationConfig
+
+logger = logging.getLogger(__name__)
 
 
 def _lettered(options: Any) -> str:
@@ -44,15 +48,21 @@ class Suite(RowSourceConfig):
     """A benchmark: a source of rows, how a row is asked, and how answers are scored."""
 
     images: list[str] | dict[str, str] = Field(default=[])
-    """columns of images, which come before the prompt in this order; or columns and the texts of
-    the prompt in whose places they come"""
+    """columns of images, which come before the prompt in this order, or paths in Jinja with the
+    names of columns; or columns and the texts of the prompt in whose places they come"""
+    crop: str | None = None
+    """column of x and y of corners, [x1, y1, x2, y2, ...] in pixels: of the images the rectangle
+    around these"""
     prompt: Annotated[str, Field(min_length=1)]
     """the question, in Jinja with the names of columns; the filter lettered makes lines A. ..., B.
     ... of a list of options"""
     each: str | None = None
     """column of a list, of which each entry makes a sample (reads all rows at the start)"""
-    references: str
-    """column of the right answer, or of a list of right answers"""
+    where: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(default={})
+    """columns and the values that they have in samples that are asked; others are left out (reads
+    all rows at the start)"""
+    references: Annotated[str, Field(min_length=1)]
+    """column of the right answer, or of a list of right answers; or the answer in Jinja"""
     boxes: Literal["corners", "size"] | None = None
     """that column is a box in pixels of the image, [x1, y1, x2, y2] or [x, y, width, height]; the
     reference has it in thousandths"""
@@ -69,14 +79,15 @@ class Suite(RowSourceConfig):
     """of generation_config.json, such as max_new_tokens and temperature; default: greedy, 64
     tokens"""
 
-    @field_validator("prompt")
+    @field_validator("prompt", "references", "images")
     @classmethod
-    def _compiled(cls, text: str) -> str:
+    def _compiled(cls, given: Any) -> Any:
         try:
-            _JINJA.from_string(text)
+            for text in [given] if isinstance(given, str) else given:
+                _JINJA.from_string(text)
         except TemplateError as error:
             raise ValueError(f"it is no template of Jinja: {error}") from error
-        return text
+        return given
 
     @field_validator("extract")
     @classmethod
@@ -123,8 +134,13 @@ def open_suite(suite: Suite, processor: VLProcessor) -> ConversationData:
     # A box of an annotation may end beyond its image.
     data = VLDataConfig(clip_boxes=True)
     dataset = open_conversations([suite], data, processor, 0, reader)
-    if suite.each is not None:
+    if suite.each is not None or suite.where:
         dataset.split_rows(attrgetter("branches"))
+    if not len(dataset):
+        raise ValueError(f"{suite.label}: no sample has what `where` asks for, {suite.where}")
+    if suite.where:
+        found = len(dataset), dataset.row_count()
+        logger.info("%s: %d samples of %d rows have what `where` asks for", suite.label, *found)
     return dataset
 
 
@@ -135,10 +151,12 @@ class AskedRow(Conversation):
     Attributes:
         values: the row's columns, without images.
         others: further samples of the row.
+        is_asked: False of a row that has no sample.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
     others: tuple["AskedRow", ...] = ()
+    is_asked: bool = True
 
     @property
     def columns(self) -> Mapping[str, Any]:
@@ -146,7 +164,7 @@ class AskedRow(Conversation):
 
     @property
     def branches(self) -> list[Conversation]:
-        return [self, *self.others]
+        return [self, *self.others] if self.is_asked else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,12 +182,31 @@ class SuiteReader(RowReader):
         columns = renamed(row, self.settings)
         rows = [columns]
         if (name := self.suite.each) is not None:
-            rows = [{**columns, name: each} for each in _listed(_column(columns, name))]
+            value = _column(columns, name)
+            is_of_objects = isinstance(value, list) and (value or self.suite.where)
+            if not is_of_objects or not all(isinstance(each, Mapping) for each in value):
+                value = _listed(value)
+            rows = [{**columns, name: each} for each in value]
+        wanted = self.suite.where.items()
+        rows = [
+            each for each in rows if all(_column(each, n, needed=False) in v for n, v in wanted)
+        ]
+        if not rows:
+            texts = {"user": "(not asked)", "assistant": "(none)"}
+            messages = [{"role": role, "content": text} for role, text in texts.items()]
+            return AskedRow(**vars(self._read(messages, {}, directory)), is_asked=False)
         first, *others = (self._asked(each, directory) for each in rows)
         return replace(first, others=tuple(others))
 
+    def _read(self, messages: Any, more: dict[str, Any], directory: Path | None) -> Conversation:
+        settings = replace(self.settings, columns={}, only_columns=False)
+        reader = RowReader(settings, "messages", self.allow_outside, self.remote)
+        return reader({"messages": messages, **more}, directory)
+
     def _asked(self, columns: dict[str, Any], directory: Path | None) -> AskedRow:
-        suite, right = self.suite, _column(columns, self.suite.references)
+        suite = self.suite
+        is_template = "{{" in suite.references
+        right = (_rendered if is_template else _column)(columns, suite.references)
         if suite.boxes is None:
             references = _listed(right)
             told, objects = references[0], {}
@@ -183,13 +220,11 @@ class SuiteReader(RowReader):
             {"role": "user", "content": [*_parts(suite, columns)]},
             {"role": "assistant", "content": [{"type": "text", "text": told}]},
         ]
-        settings = replace(self.settings, columns={}, only_columns=False)
-        reader = RowReader(settings, "messages", self.allow_outside, self.remote)
-        conversation = reader({"messages": messages, **objects}, directory)
+        conversation = self._read(messages, objects, directory)
         groups = [
             f"{name}={each}"
             for name in suite.groups
-            for each in _listed(columns.get(name) or "(none)")
+            for each in _listed(_column(columns, name, needed=False) or "(none)")
         ]
         extras = {"references": references, "task": groups}
         values = {name: value for name, value in columns.items() if name not in suite.images}
@@ -199,26 +234,46 @@ class SuiteReader(RowReader):
 
 def _parts(suite: Suite, columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The prompt's parts; see `Suite.images`."""
-    try:
-        text = _JINJA.from_string(suite.prompt).render(columns)
-    except (TemplateError, TypeError, ValueError) as error:
-        raise _wrong(f"the prompt cannot be made: {error}", columns) from error
-    images = suite.images
+    text, images = _rendered(columns, suite.prompt, "the prompt"), suite.images
     tags = {tag: name for name, tag in images.items()} if isinstance(images, dict) else {}
     for name in () if tags else images:
-        yield {"type": "image", "image": _column(columns, name)}
+        yield _image(suite, columns, name)
     pattern = f"({'|'.join(map(re.escape, tags))})"
     for piece in re.split(pattern, text) if tags else [text]:
         if piece in tags:
-            yield {"type": "image", "image": _column(columns, tags[piece])}
+            yield _image(suite, columns, tags[piece])
         elif piece:
             yield {"type": "text", "text": piece}
 
 
-def _column(columns: Mapping[str, Any], name: str) -> Any:
-    if name not in columns:
-        raise _wrong(f"it has no value of {name!r}", columns)
-    return columns[name]
+def _image(suite: Suite, columns: Mapping[str, Any], name: str) -> dict[str, Any]:
+    source = _rendered(columns, name, "a path") if "{{" in name else _column(columns, name)
+    if suite.crop is None:
+        return {"type": "image", "image": source}
+    corners = _column(columns, suite.crop)
+    is_list = isinstance(corners, list | tuple) and len(corners) > 3 and len(corners) % 2 == 0
+    if not is_list or not all(type(each) in (int, float) for each in corners):
+        raise _wrong(f"{corners!r:.80} are no corners, x and y of two or more", columns)
+    return {"type": "image", "image": ImageSection(source, tuple(corners))}
+
+
+def _rendered(columns: Mapping[str, Any], template: str, what: str = "the reference") -> str:
+    try:
+        return _JINJA.from_string(template).render(columns)
+    except (TemplateError, TypeError, ValueError) as error:
+        raise _wrong(f"{what} cannot be made: {error}", columns) from error
+
+
+def _column(columns: Mapping[str, Any], name: str, needed: bool = True) -> Any:
+    """The value of a column; of `a.b` that of b in a. None of one that is not needed."""
+    found: Any = columns
+    for part in [name] if name in columns else name.split("."):
+        if not isinstance(found, Mapping) or part not in found:
+            if needed:
+                raise _wrong(f"it has no value of {name!r}", columns)
+            return None
+        found = found[part]
+    return found
 
 
 def _wrong(what: str, columns: Mapping[str, Any]) -> BadSampleError:

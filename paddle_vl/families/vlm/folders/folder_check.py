@@ -15,10 +15,9 @@ import paddle
 from paddle_vl.checkpoint.adapter_files import StoredAdapter
 from paddle_vl.checkpoint.reading import ReadableTensor, checkpoint_tensors
 from paddle_vl.checkpoint.safetensors_io import FLOATING
-from paddle_vl.config.families import FamilyEntry
+from paddle_vl.config.families import FamilyEntry, processor_class
 from paddle_vl.families.vlm.answering.engines import ENGINES, EngineRules, Finding
 from paddle_vl.families.vlm.folders.processor_fit import check_processor_fits
-from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
 from paddle_vl.families.vlm.modeling.config import HEAD_KEY
@@ -44,13 +43,20 @@ def check_folder(
     family: FamilyEntry, folder: Path, base: Path, engine: str
 ) -> tuple[bool, list[str]]:
     """See `FamilyEntry.ask`."""
-    found = list(_found(family.model_class(), folder, base, ENGINES[engine]))
+    if (rules := ENGINES.get(engine)) is None:
+        return False, [f"{Finding.REFUSED.value}: {engine} has no models of this family"]
+    return told(_found(family.model_class(), folder, base, rules), rules)
+
+
+def told(findings: Found, engine: EngineRules) -> tuple[bool, list[str]]:
+    """Whether the engine serves the folder, and the lines that tell of it."""
+    found = list(findings)
     faults = {kind for kind, _ in found} - {Finding.IGNORED, Finding.NOTE}
     verdict = "does not fit" if faults else "fits"
     if faults == {Finding.UNCHECKED}:
         verdict = "was not compared in full with"
-    told = f"{verdict} the rules of {ENGINES[engine].sources}"
-    return not faults, [*(f"{kind.value}: {text}" for kind, text in found), told]
+    last = f"{verdict} the rules of {engine.sources}"
+    return not faults, [*(f"{kind.value}: {text}" for kind, text in found), last]
 
 
 def _found(model_class: Any, folder: Path, base: Path, engine: EngineRules) -> Found:
@@ -58,9 +64,9 @@ def _found(model_class: Any, folder: Path, base: Path, engine: EngineRules) -> F
     if (model_type := str(values.get("model_type"))) not in engine.models:
         yield Finding.REFUSED, f"it serves {', '.join(engine.models)}, not {model_type}"
         return
-    yield from _settings(values, engine, model_type)
+    yield from setting_findings(values, engine, model_type)
     try:
-        yield from (files := list(_files(base, engine)))
+        yield from (files := list(file_findings(base, engine)))
         config = model_class.config_class.from_dict(values)
         expected, given = config.to_dict()["architectures"], values.get("architectures")
         if given != expected:
@@ -72,15 +78,16 @@ def _found(model_class: Any, folder: Path, base: Path, engine: EngineRules) -> F
             wanted = model_class(config.with_tie(is_tied)).whole_shapes()
         if is_tied and stored.pop(HEAD_KEY, None):
             yield Finding.IGNORED, f"{HEAD_KEY}: the embedding is the head"
-        yield from _tensors(wanted, stored, engine, model_type)
+        yield from tensor_findings(wanted, stored, engine, model_type)
         if Finding.MISSING not in dict(files):
-            yield from _refusal(check_processor_fits, config, VLProcessor.from_pretrained(base))
+            yield from refusal(check_processor_fits, config, VLProcessor.from_pretrained(base))
         if folder != base:
-            adapter = StoredAdapter.read(folder)
+            names = model_class.checkpoint_map
+            adapter = StoredAdapter.read(folder, getattr(names, "key_here", str))
             adapter.tensors.update(as_here(adapter.tensors, config))
-            on_base = with_head(adapter, stored) if is_tied else stored
-            yield from _refusal(adapter.merged, on_base)
-            yield from _adapters(adapter, engine, model_type)
+            on_base = with_head(adapter, stored, config.embedding_key) if is_tied else stored
+            yield from refusal(adapter.merged, on_base)
+            yield from adapter_findings(adapter, engine, model_type)
     except RuntimeError as error:
         # Of a file that is missing or damaged.
         yield Finding.REFUSED, str(error)
@@ -89,7 +96,7 @@ def _found(model_class: Any, folder: Path, base: Path, engine: EngineRules) -> F
         yield Finding.UNCHECKED, f"not read here: {error}"
 
 
-def _refusal(check: Callable[..., object], *things: Any) -> Found:
+def refusal(check: Callable[..., object], *things: Any) -> Found:
     """What does not fit together, for any program."""
     try:
         check(*things)
@@ -97,7 +104,7 @@ def _refusal(check: Callable[..., object], *things: Any) -> Found:
         yield Finding.REFUSED, str(error)
 
 
-def _adapters(adapter: StoredAdapter, engine: EngineRules, model_type: str) -> Found:
+def adapter_findings(adapter: StoredAdapter, engine: EngineRules, model_type: str) -> Found:
     settings, sizes = adapter.config, set(adapter.sizes.values())
     has = {
         "DoRA": settings.use_dora,
@@ -117,7 +124,7 @@ def _adapters(adapter: StoredAdapter, engine: EngineRules, model_type: str) -> F
         yield Finding.NOTE, "adapters of the tower need --enable-tower-connector-lora"
 
 
-def _settings(values: Mapping[str, Any], engine: EngineRules, model_type: str) -> Found:
+def setting_findings(values: Mapping[str, Any], engine: EngineRules, model_type: str) -> Found:
     for *having, keys in (entry.split() for entry in engine.settings):
         is_read = all(fnmatchcase(model_type, pattern) for pattern in having)
         names = keys.split("|")[: 1 if engine.reads_older_keys else None]
@@ -135,7 +142,7 @@ def _settings(values: Mapping[str, Any], engine: EngineRules, model_type: str) -
             yield Finding.REFUSED, f"{told}: torch_dtype alone is the sign of HF's layout"
 
 
-def _files(folder: Path, engine: EngineRules) -> Found:
+def file_findings(folder: Path, engine: EngineRules) -> Found:
     for names in engine.files:
         if not any((folder / name).is_file() for name in names.split("|")):
             yield Finding.MISSING, names.replace("|", " or ")
@@ -163,7 +170,7 @@ def _disagreements(folder: Path) -> Found:
         if not isinstance(shards, dict) or set(shards.values()) != {single.name}:
             told = f"transformers reads {single.name}, others the files of {index.name}"
             yield Finding.LOST, f"{told}: remove the one that is older"
-    for kind in (ImageProcessor, VideoProcessor):
+    for kind in (processor_class(folder).image_processor_class, VideoProcessor):
         stored = list(kind.stored_in(folder))
         if len(stored) > 1 and stored[0] != stored[1]:
             told = f"{NESTED_CONFIG_FILE} and {kind.config_file} differ"
@@ -183,7 +190,7 @@ def _value(values: Any, key: str) -> Any:
     return values
 
 
-def _tensors(
+def tensor_findings(
     wanted: Mapping[str, Any],
     stored: Mapping[str, ReadableTensor],
     engine: EngineRules,

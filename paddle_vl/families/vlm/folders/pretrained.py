@@ -15,7 +15,7 @@ from paddle import nn
 from paddle_vl.checkpoint.reading import Materializable, MaterializeStep
 from paddle_vl.checkpoint.rules import StoredParameter, place_parameters
 from paddle_vl.families.hf_interface import AdaptableModel, SizedModel, loads_like_hf
-from paddle_vl.families.vlm.modeling.config import EMBEDDING_KEY, HEAD_KEY, VLConfig
+from paddle_vl.families.vlm.modeling.config import HEAD_KEY, VLConfig
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement
 
@@ -39,7 +39,11 @@ class PretrainedVLModel(SizedModel, AdaptableModel, Materializable, nn.Layer):
             `tensors_as_here(stored, config)`, a checkpoint's tensors in the shapes of this package.
             Tensors whose keys begin with its `KEPT`, if it has one, are no parameters: they are
             written again as they are in the file. Parameters whose keys end with one of its
-            `PRECISE` stay float32 in a half-precision model if their file has float32.
+            `PRECISE` stay float32 in a half-precision model if their file has float32. A family
+            whose folders differ from that has `folder_of(config, tensors, layout)`, the
+            configuration and the tensors that are written. One that reads keys of several layouts
+            has `key_here(key)`, and `adapter_key(key)`, the key in files of adapters.
+        save_layout: of the folders that are written, where a family has several.
         generation_config: settings of generation; None for the defaults.
         kept: such tensors, in the files that they come from.
     """
@@ -47,6 +51,7 @@ class PretrainedVLModel(SizedModel, AdaptableModel, Materializable, nn.Layer):
     config_class: ClassVar[type[VLConfig]]
     model_type: ClassVar[str | None] = None
     checkpoint_map: ClassVar[Any]
+    save_layout: str = "hub"
     peft_task = "CAUSAL_LM"
 
     def __init__(self, config: Any, placement: Placement | None = None):
@@ -57,7 +62,7 @@ class PretrainedVLModel(SizedModel, AdaptableModel, Materializable, nn.Layer):
         self.visual: Any = None
         self.lm_head: Any = None
         if config.tie_word_embeddings:
-            self.tied_embedding = EMBEDDING_KEY.removesuffix(".weight")
+            self.tied_embedding = config.embedding_key.removesuffix(".weight")
         self.generation_config: GenerationConfig | None = None
         self.kept: list[TensorToWrite] = []
 
@@ -141,8 +146,8 @@ class PretrainedVLModel(SizedModel, AdaptableModel, Materializable, nn.Layer):
         config = cls.config_class.from_pretrained(path)
         generation_config = generation_settings(path)
         stored = cls.checkpoint_map.tensors_as_here(checkpoint_tensors(path), config)
-        if not config.tie_flags_agree:
-            config = config.with_tie(HEAD_KEY not in stored)
+        flags_agree, config = config.tie_flags_agree, config.tied_by(stored)
+        if not flags_agree:
             logger.info(
                 "%s: the tie_word_embeddings flags disagree or one is missing; "
                 "%s is %s, so the head is %s",
@@ -154,13 +159,13 @@ class PretrainedVLModel(SizedModel, AdaptableModel, Materializable, nn.Layer):
         prefix = getattr(cls.checkpoint_map, "KEPT", None)
         names = [key for key in stored if prefix and key.startswith(prefix)]
         kept = {key: stored.pop(key) for key in names}
-        head, embedding = stored.get(HEAD_KEY), stored.get(EMBEDDING_KEY)
+        head, embedding = stored.get(HEAD_KEY), stored.get(config.embedding_key)
         is_tied, owner = config.tie_word_embeddings, "the model of its config.json"
         if is_tied and head and embedding and not head.has_values_of(embedding):
             raise ValueError(
                 f"{path / 'config.json'}: tie_word_embeddings is true, but {head.file.name} has a "
-                f"{HEAD_KEY} that differs from {EMBEDDING_KEY}: set it to false to use that head, "
-                "or remove the tensor"
+                f"{HEAD_KEY} that differs from {config.embedding_key}: set it to false to use that "
+                "head, or remove the tensor"
             )
         if not is_tied and head is None:
             owner += ", whose tie_word_embeddings is false"
@@ -202,7 +207,11 @@ class PretrainedVLModel(SizedModel, AdaptableModel, Materializable, nn.Layer):
             ValueError: the model has adapters, which these files cannot hold.
         """
         from paddle_vl.checkpoint.safetensors_io import write_file
-        from paddle_vl.checkpoint.writing import DEFAULT_SHARD_BYTES, save_parameters
+        from paddle_vl.checkpoint.writing import (
+            DEFAULT_SHARD_BYTES,
+            parameters_to_write,
+            write_tensors,
+        )
 
         if self.adapter is not None:
             raise ValueError(
@@ -213,15 +222,18 @@ class PretrainedVLModel(SizedModel, AdaptableModel, Materializable, nn.Layer):
         max_shard_bytes, write = max_shard_bytes or DEFAULT_SHARD_BYTES, write or write_file
         ranks = self.placement.checkpoint_ranks
         path.mkdir(parents=True, exist_ok=True)
-        own = self.stored_parameters()
+        own, config = self.stored_parameters(), self.config
+        tensors = [*parameters_to_write(own, store=store), *self.kept]
+        if (folder_of := getattr(self.checkpoint_map, "folder_of", None)) is not None:
+            config, tensors = folder_of(config, tensors, self.save_layout)
         if ranks.is_first:
             # By this key FastDeploy tells HF's layout from Paddle's. Other families may refuse it.
             dtype = {"torch_dtype": str(own[0].parameter.dtype).removeprefix("paddle.")}
-            more = dtype if "architectures" in self.config.to_dict() else {}
-            self.config.save_pretrained(path, **more)
+            more = dtype if "architectures" in config.to_dict() else {}
+            config.save_pretrained(path, **more)
             if self.generation_config is not None:
                 self.generation_config.save_pretrained(path)
-        save_parameters(path, own, max_shard_bytes, ranks, write, store, self.kept)
+        write_tensors(path, "model", tensors, max_shard_bytes, ranks, write)
 
     def save_adapter(
         self,
@@ -242,6 +254,12 @@ class PretrainedVLModel(SizedModel, AdaptableModel, Materializable, nn.Layer):
 
     def tensors_as_here(self, tensors: "dict[str, StoredTensor]") -> "dict[str, StoredTensor]":
         return self.checkpoint_map.tensors_as_here(tensors, self.config)
+
+    def key_here(self, key: str) -> str:
+        return getattr(self.checkpoint_map, "key_here", str)(key)
+
+    def adapter_key(self, key: str) -> str:
+        return getattr(self.checkpoint_map, "adapter_key", str)(key)
 
     def stored_parameters(self) -> list[StoredParameter]:
         """This rank's parameters with checkpoint keys and layouts, fused ones once per linear."""

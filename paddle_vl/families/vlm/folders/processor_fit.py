@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from paddle_vl.config.load import raise_problems
 from paddle_vl.families.vlm.inputs.collate import VLCollator
-from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.inputs.processor import NO_TOKEN, VLProcessor
 from paddle_vl.families.vlm.modeling.config import TOKEN_IDS, VLConfig
 from paddle_vl.files.stored_settings import check_mapping
 from paddle_vl.files.text_file import read_json_object
@@ -36,10 +36,12 @@ def model_config(
     else:
         values, name = source, "model.config"
     ids = {key: getattr(processor, key) for key in TOKEN_IDS}
+    ids = {key: token_id for key, token_id in ids.items() if token_id != NO_TOKEN}
     try:
         # First, as a small vocabulary also makes the configuration refuse the token ids.
         text = check_mapping(values.get("text_config"), "text_config")
-        raise_problems(_vocabulary_problems(text.get("vocab_size"), processor))
+        size = text.get("vocab_size", values.get("vocab_size"))
+        raise_problems(_vocabulary_problems(size, processor))
         return config_class.from_dict({**ids, **values})
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
@@ -56,6 +58,7 @@ def check_processor_fits(config: VLConfig, processor: VLProcessor) -> None:
         "tokenizer"
         for key in TOKEN_IDS
         if getattr(config, key) != getattr(processor, key)
+        and (processor.media_tokens.video or key != "video_token_id")
     ]
     problems += _vocabulary_problems(config.text_config.vocab_size, processor)
     vision = config.vision_config

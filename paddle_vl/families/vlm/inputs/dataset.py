@@ -98,6 +98,10 @@ class ConversationData(ABC):
         """Metrics of the answers to a row; empty for those of all data."""
         return ()
 
+    def source_name(self, number: int) -> str | None:
+        """The name that a row's source was given, if it was."""
+        return None
+
     def row_of(self, number: int) -> int:
         """The row of a sample."""
         return number if self._samples is None else int(self._samples[number, 0])

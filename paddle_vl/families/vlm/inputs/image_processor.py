@@ -10,6 +10,7 @@ Shapes: R frames, H and W pixels, C = 3 channels, P patches, n images.
 import math
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import field
 from functools import lru_cache
 from typing import Any
 
@@ -28,9 +29,12 @@ class ImageProcessor(VisionProcessor):
 
     Attributes:
         do_resize: False leaves images as they are; merge blocks must then tile them.
+        refuses_shrinking: whether an image of more pixels than `max_pixels` is refused. Of a run,
+            not in files.
     """
 
     do_resize: bool = True
+    refuses_shrinking: bool = field(default=False, compare=False, kw_only=True)
 
     config_file = "preprocessor_config.json"
     section = "image_processor"
@@ -90,12 +94,23 @@ class ImageProcessor(VisionProcessor):
 
     def encode_one(self, source: ImageSource, with_pixels: bool) -> tuple[Any, ...]:
         if not with_pixels:
-            return self.without_pixels(1, *self._resized(*image_size(source)))
+            width, height = image_size(source)
+            return self.without_pixels(1, *self._fitted(height, width))
         image = load_rgb(source)
         if self.do_resize:
-            height, width = self._resized(image.height, image.width)
+            height, width = self._fitted(image.height, image.width)
             image = image.resize((width, height), Image.Resampling.BICUBIC)
         return patchify(np.asarray(image)[None], self)
+
+    def _fitted(self, height: int, width: int) -> tuple[int, int]:
+        if self.refuses_shrinking and self.do_resize and height * width > self.max_pixels:
+            raise BadSampleError(
+                "large_image",
+                f"image of {width} x {height} pixels (width x height) would be shrunk to "
+                f"{self.max_pixels} pixels, which takes small print away: cut it into parts, raise "
+                "data.max_pixels, or leave pixels out of data.checks",
+            )
+        return self._resized(height, width)
 
     def _resized(self, height: int, width: int) -> tuple[int, int]:
         if not self.do_resize:

@@ -81,7 +81,18 @@ def row_reader(
     source: RowSourceConfig | None = None,
     reader_class: Callable[..., RowReader] = RowReader,
 ) -> RowReader:
-    """The reader of the rows of a source, or of files without settings of their own."""
+    """The reader of the rows of a source, or of files without settings of their own.
+
+    Raises:
+        ValueError: a setting of tasks, which the model has not.
+    """
+    of_tasks = [name for name in ("tables", "spotting") if name in data.checks]
+    of_tasks += ["otsl"] if data.html_tables == "otsl" else []
+    if of_tasks and not processor.task_prompts:
+        raise ValueError(
+            f"{', '.join(of_tasks)} in data.checks or data.html_tables is for models with task "
+            "prompts, as PaddleOCR-VL: leave it out"
+        )
     own = source or RowSourceConfig(path=".")
     settings = RowSettings(
         data.boxes,
@@ -93,6 +104,9 @@ def row_reader(
         own.tags,
         data.mask_history,
         data.train_on_prompt,
+        tasks=processor.task_prompts,
+        checks=tuple(data.checks),
+        html_tables=data.html_tables,
     )
     remote = None
     if data.allow_remote:

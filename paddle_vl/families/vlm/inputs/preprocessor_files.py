@@ -51,6 +51,7 @@ class VisionProcessor(ABC):
         own: settings that the other processor does not have.
         bounds: pairs of settings, the first at most the second, and the least of the first.
         kind: what is processed.
+        family: for messages; and HF's name of its processor.
     """
 
     # Smaller images are enlarged to min_pixels: at most 4096 x 4096 pixels.
@@ -73,6 +74,7 @@ class VisionProcessor(ABC):
     own: ClassVar[tuple[str, ...]]
     bounds: ClassVar[tuple[tuple[str, str, int], ...]] = (("min_pixels", "max_pixels", 1),)
     kind: ClassVar[str]
+    family: ClassVar[tuple[str, str]] = ("Qwen3-VL", "Qwen3VLProcessor")
 
     def __post_init__(self) -> None:
         prefix = "" if self.kind == "image" else f"{self.kind}_"
@@ -149,8 +151,8 @@ class VisionProcessor(ABC):
         missing = [_LIMITS.get(key, key) for key in (*limits, *_REQUIRED) if values[key] is None]
         if missing:
             raise ValueError(
-                f"{name} lacks {', '.join(missing)}: Qwen3-VL's settings differ from the defaults "
-                "of HF's class, so none is assumed; take the file from the checkpoint"
+                f"{name} lacks {', '.join(missing)}: {cls.family[0]}'s settings differ from the "
+                "defaults of HF's class, so none is assumed; take the file from the checkpoint"
             )
         values = {key: value for key, value in values.items() if value is not None}
         try:
@@ -188,9 +190,9 @@ class VisionProcessor(ABC):
         return replace(self, **{key: v for key, v in values.items() if v is not None})
 
     def to_dict(self) -> dict[str, Any]:
-        """HF's settings, in the dialect of the published Qwen3-VL checkpoints."""
+        """HF's settings, in the dialect of the family's published checkpoints."""
         kind, class_name = self.hf_class
-        values: dict[str, Any] = {kind: class_name, "processor_class": "Qwen3VLProcessor"}
+        values: dict[str, Any] = {kind: class_name, "processor_class": self.family[1]}
         values |= {k: v for k, v in self.source_config.items() if k not in _LIMITS}
         values["size"] = {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}
         for key in _REQUIRED:

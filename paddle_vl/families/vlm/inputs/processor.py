@@ -1,4 +1,5 @@
-"""Qwen3-VL's processor: tokenizer, image and video processors and chat template, in HF's files.
+"""A processor, Qwen3-VL's or a base: tokenizer, image and video processors and chat template, in
+HF's files.
 
 Shapes: B conversations, L length, P patches, n images or videos.
 """
@@ -10,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from copy import copy
 from datetime import date, datetime, time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
-from paddle_vl.config.families import model_values
+from paddle_vl.config.families import model_values, processor_class
 from paddle_vl.data.formats.canonical import ROLES
 from paddle_vl.families.vlm.inputs.chat_inputs import ChatInputs
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
@@ -22,13 +23,14 @@ from paddle_vl.families.vlm.templates.built_in import (
     CONTROL_TOKENS,
     END_OF_TEXT,
     IM_END,
-    IMAGE_PAD,
     JINJA_TEMPLATE,
-    VIDEO_PAD,
-    VISION_END,
-    VISION_START,
 )
-from paddle_vl.families.vlm.templates.encoding import EarlierReasoning, TemplateEncoder
+from paddle_vl.families.vlm.templates.encoding import (
+    QWEN_MEDIA,
+    EarlierReasoning,
+    MediaTokens,
+    TemplateEncoder,
+)
 from paddle_vl.families.vlm.templates.rendering import ChatTemplateRenderer
 from paddle_vl.families.vlm.templates.template_files import (
     NESTED_CONFIG_FILE,
@@ -36,7 +38,7 @@ from paddle_vl.families.vlm.templates.template_files import (
     special_tokens,
 )
 from paddle_vl.files.hub import path_or_download
-from paddle_vl.files.text_file import read_text, write_text
+from paddle_vl.files.text_file import naming, read_text, replacing, write_text
 from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
 from paddle_vl.generation.config import FILE_NAME, GenerationConfig
 
@@ -48,6 +50,10 @@ _CARRIED_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+# Of a token that a family does not have.
+NO_TOKEN = -1
+# The end and the unknown token of SentencePiece, which also pads.
+SENTENCE_END, UNKNOWN = "</s>", "<unk>"
 _CARRIED_PATTERN = "additional_chat_templates/*.jinja"
 # SHA-256 of templates that render texts, images and videos as the built-in one, which is faster;
 # without white space around them. Ours, and the one of the published Qwen3-VL Instruct models.
@@ -55,6 +61,8 @@ _EQUAL_TEMPLATES = (
     hashlib.sha256(JINJA_TEMPLATE.strip().encode()).hexdigest(),
     "9d879ef91075acbfb2df7e441fd79d60bacfca989cf6d511d2af45c681e94f10",
 )
+
+P = TypeVar("P", bound="VLProcessor")
 
 
 class VLProcessor(ChatInputs):
@@ -67,21 +75,45 @@ class VLProcessor(ChatInputs):
         forbidden: names of the tokens that a text must not contain, by id.
         eos_token_ids: ids of `<|im_end|>` and `<|endoftext|>`, which end an answer.
         generation_config: these and the pad token, for a model that names none.
+        image_processor_class: of the family; as the others below.
+        media_tokens: placeholders of images and videos, and what encloses them.
+        control_tokens: tokens that the vocabulary needs.
+        pad_token, end_tokens: the token that pads, and those that end an answer.
+        carried_files: files of a checkpoint that are written again unchanged, for other programs.
+        hidden_variables: special tokens that a chat template does not get.
+        cuts_answers: see `TemplateEncoder`.
+        special_tokens_map: special tokens by HF's names, for a new tokenizer.
+        task_prompts: the question of each task that a row or a question may name.
     """
+
+    image_processor_class: ClassVar[type[ImageProcessor]] = ImageProcessor
+    media_tokens: ClassVar[MediaTokens] = QWEN_MEDIA
+    control_tokens: ClassVar[tuple[str, ...]] = CONTROL_TOKENS
+    pad_token: ClassVar[str] = END_OF_TEXT
+    end_tokens: ClassVar[tuple[str, ...]] = (IM_END, END_OF_TEXT)
+    carried_files: ClassVar[tuple[str, ...]] = _CARRIED_FILES
+    hidden_variables: ClassVar[tuple[str, ...]] = ()
+    cuts_answers: ClassVar[bool] = False
+    special_tokens_map: ClassVar[dict[str, Any]] = {
+        "additional_special_tokens": [token for token in CONTROL_TOKENS if token != END_OF_TEXT],
+        "eos_token": IM_END,
+        "pad_token": END_OF_TEXT,
+    }
+    task_prompts: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
         self,
         tokenizer: TextTokenizer,
         image_processor: ImageProcessor,
         video_processor: VideoProcessor | None = None,
-        carried_files: Mapping[str, str] | None = None,
+        carried_files: Mapping[str, str | bytes] | None = None,
         template: TemplateEncoder | None = None,
     ):
         """Combine the components.
 
         Args:
             video_processor: None for `VideoProcessor.like_images`.
-            carried_files: name to text of further files that `save_pretrained` writes unchanged.
+            carried_files: name to content of further files that `save_pretrained` writes unchanged.
             template: of the checkpoint; None for the built-in one.
 
         Raises:
@@ -92,15 +124,14 @@ class VLProcessor(ChatInputs):
         self.video_processor = video_processor or VideoProcessor.like_images(image_processor)
         self.template = template or TemplateEncoder(None, tokenizer.backend)
         self._carried_files = dict(carried_files or {})
-        ids = {token: tokenizer.token_id(token) for token in CONTROL_TOKENS}
+        ids = {token: tokenizer.token_id(token) for token in self.control_tokens}
         self.forbidden = {token_id: token for token, token_id in ids.items()}
         self.forbidden.update(tokenizer.special_tokens)
-        self.image_token_id = ids[IMAGE_PAD]
-        self.video_token_id = ids[VIDEO_PAD]
-        self.vision_start_token_id = ids[VISION_START]
-        self.vision_end_token_id = ids[VISION_END]
-        self.pad_token_id = ids[END_OF_TEXT]
-        self.eos_token_ids = [ids[IM_END], ids[END_OF_TEXT]]
+        image, video, start, end = self.media_tokens
+        self.image_token_id, self.video_token_id = ids[image], ids.get(video, NO_TOKEN)
+        self.vision_start_token_id, self.vision_end_token_id = ids[start], ids[end]
+        self.pad_token_id = ids[self.pad_token]
+        self.eos_token_ids = [ids[token] for token in self.end_tokens]
         self.generation_config = end_settings(ids)
 
     @classmethod
@@ -140,7 +171,7 @@ class VLProcessor(ChatInputs):
 
     @classmethod
     def from_pretrained(
-        cls,
+        cls: type[P],
         directory: str | os.PathLike,
         *,
         min_pixels: int | None = None,
@@ -155,7 +186,7 @@ class VLProcessor(ChatInputs):
         earlier_reasoning: EarlierReasoning = "refuse",
         template_date: date | None = None,
         model_type: str | None = None,
-    ) -> "VLProcessor":
+    ) -> P:
         """Read the processor files of a checkpoint directory, or of a model named on a hub.
 
         Args:
@@ -177,32 +208,40 @@ class VLProcessor(ChatInputs):
                 chat template cannot be compiled.
         """
         directory = path_or_download(os.fspath(directory))
-        image_processor = ImageProcessor.from_pretrained(
+        kind: type[Any] = cls
+        if cls is VLProcessor:
+            kind = processor_class(directory, model_type)
+        image_processor = kind.image_processor_class.from_pretrained(
             directory, min_pixels=min_pixels, max_pixels=max_pixels
         )
-        video_processor = VideoProcessor.from_pretrained(
-            directory,
-            image_processor,
-            fps=video_fps,
-            min_frames=video_min_frames,
-            max_frames=video_max_frames,
-            min_pixels=video_min_pixels,
-            max_pixels=video_max_pixels,
-            video_markers=video_markers,
-        )
-        if video_processor.video_markers is None:
+        of_videos = {
+            "fps": video_fps,
+            "min_frames": video_min_frames,
+            "max_frames": video_max_frames,
+            "min_pixels": video_min_pixels,
+            "max_pixels": video_max_pixels,
+            "video_markers": video_markers,
+        }
+        if kind.media_tokens.video:
+            video_processor = VideoProcessor.from_pretrained(
+                directory, image_processor, **of_videos
+            )
+        else:
+            kind.refuse_videos(of_videos)
+            video_processor = VideoProcessor.like_images(image_processor)
+        if kind.media_tokens.video and video_processor.video_markers is None:
             markers = _markers_of(model_type or str(model_values(directory).get("model_type")))
             video_processor = video_processor.replaced(video_markers=markers)
         more = (file.relative_to(directory) for file in directory.glob(_CARRIED_PATTERN))
         carried = {
-            str(name): read_text(directory / name, "a tokenizer's file")
-            for name in (*_CARRIED_FILES, *sorted(more))
+            str(name): _content(directory / name)
+            for name in (*kind.carried_files, *sorted(more))
             if (directory / name).is_file()
         }
         tokenizer = TextTokenizer.from_file(directory, model_type)
         found = read_folder_templates(directory)
         if found is None:
-            return cls(tokenizer, image_processor, video_processor, carried)
+            return kind(tokenizer, image_processor, video_processor, carried)
         if found.file.name == NESTED_CONFIG_FILE:
             # Which is not written; HF takes none of the other files beside it.
             carried = {name: carried[name] for name in carried if "chat_template" not in name}
@@ -216,7 +255,11 @@ class VLProcessor(ChatInputs):
             ChatTemplateRenderer(
                 found.source,
                 datetime.combine(template_date, time()) if template_date else datetime.now(),
-                special_tokens(directory),
+                {
+                    name: token
+                    for name, token in special_tokens(directory).items()
+                    if name not in kind.hidden_variables
+                },
                 found.tools_source,
                 variables=template_variables or {},
                 name=f"the chat template in {found.file}",
@@ -225,8 +268,29 @@ class VLProcessor(ChatInputs):
             earlier_reasoning,
             tuple(settings.eos_token_ids),
             is_built_in and not template_variables,
+            **kind.template_settings(),
         )
-        return cls(tokenizer, image_processor, video_processor, carried, own)
+        return kind(tokenizer, image_processor, video_processor, carried, own)
+
+    @classmethod
+    def template_settings(cls) -> dict[str, Any]:
+        """What a `TemplateEncoder` needs to know of the family."""
+        return {
+            "tokens": cls.media_tokens,
+            "control_tokens": cls.control_tokens,
+            "cuts_answers": cls.cuts_answers,
+        }
+
+    @classmethod
+    def refuse_videos(cls, settings: Mapping[str, Any]) -> None:
+        """Refuse settings of videos, where there are none.
+
+        Raises:
+            ValueError: with their names.
+        """
+        names = [name.removeprefix("video_") for name in settings if settings[name]]
+        if given := [f"data.video_{name}" for name in names]:
+            raise ValueError(f"the model takes images alone: leave {', '.join(given)} out")
 
     def save_pretrained(self, directory: str | os.PathLike) -> None:
         """Write the processor under HF's file names.
@@ -237,19 +301,35 @@ class VLProcessor(ChatInputs):
         directory = Path(directory)
         self.tokenizer.save(directory)
         self.image_processor.save_pretrained(directory)
-        self.video_processor.save_pretrained(directory)
+        if self.media_tokens.video:
+            self.video_processor.save_pretrained(directory)
         files = dict(self._carried_files)
         files.setdefault("tokenizer_config.json", _dump(self._tokenizer_config()))
-        files.setdefault("special_tokens_map.json", _dump(_SPECIAL_TOKENS_MAP))
+        files.setdefault("special_tokens_map.json", _dump(self.special_tokens_map))
         if self.template.renderer is None:
             files["chat_template.jinja"] = JINJA_TEMPLATE
-        for name, text in files.items():
+        for name, content in files.items():
             (directory / name).parent.mkdir(exist_ok=True)
-            write_text(directory / name, text)
-        others = (*_CARRIED_FILES, NESTED_CONFIG_FILE)
+            if isinstance(content, str):
+                write_text(directory / name, content)
+            else:
+                with replacing(directory / name) as partial:
+                    partial.write_bytes(content)
+        others = (*self.carried_files, NESTED_CONFIG_FILE)
         for file in {*map(directory.joinpath, others), *directory.glob(_CARRIED_PATTERN)}:
             if str(file.relative_to(directory)) not in files:
                 file.unlink(missing_ok=True)
+
+    def task_prompt(self, name: str) -> str:
+        """The question of a task.
+
+        Raises:
+            ValueError: the model has no such task.
+        """
+        if name not in self.task_prompts:
+            known = ", ".join(self.task_prompts) or "none"
+            raise ValueError(f"the model has no task {name!r}; its tasks are: {known}")
+        return self.task_prompts[name]
 
     def with_max_pixels(self, max_pixels: int) -> "VLProcessor":
         """The processor with another area of a resized image at most; pixels."""
@@ -257,10 +337,17 @@ class VLProcessor(ChatInputs):
         processor.image_processor = self.image_processor.replaced(max_pixels=max_pixels)
         return processor
 
+    def refusing_shrunk(self) -> "VLProcessor":
+        """The processor that takes no image with more pixels than the area at most."""
+        processor = copy(self)
+        processor.image_processor = self.image_processor.replaced(refuses_shrinking=True)
+        return processor
+
     def fingerprint(self) -> str:
         """Hash of the tokenizer, of the settings of the image and video processors, and of a chat
         template that differs from the built-in one."""
         settings: list[Any] = [self.image_processor.to_dict(), self.video_processor.to_dict()]
+        settings += ["refuses shrinking"] if self.image_processor.refuses_shrinking else []
         if (template := self.template.description()) is not None:
             settings.append(template)
         content = self.tokenizer.to_json() + json.dumps(settings, sort_keys=True)
@@ -281,15 +368,8 @@ class VLProcessor(ChatInputs):
             "errors": "replace",
             "split_special_tokens": False,
             "unk_token": None,
-            **_SPECIAL_TOKENS_MAP,
+            **self.special_tokens_map,
         }
-
-
-_SPECIAL_TOKENS_MAP = {
-    "additional_special_tokens": [token for token in CONTROL_TOKENS if token != END_OF_TEXT],
-    "eos_token": IM_END,
-    "pad_token": END_OF_TEXT,
-}
 
 
 def _markers_of(model_type: str) -> VideoMarkers | None:
@@ -301,8 +381,9 @@ def _markers_of(model_type: str) -> VideoMarkers | None:
 
 def end_settings(ids: Mapping[str, int]) -> GenerationConfig:
     """Settings with the tokens that end an answer and the one that pads, of ids by name."""
-    ends = tuple(ids[token] for token in (IM_END, END_OF_TEXT) if token in ids)
-    return GenerationConfig(eos_token_id=ends or None, pad_token_id=ids.get(END_OF_TEXT))
+    ends = tuple(ids[token] for token in (IM_END, END_OF_TEXT, SENTENCE_END) if token in ids)
+    pad = ids.get(END_OF_TEXT, ids.get(UNKNOWN) if SENTENCE_END in ids else None)
+    return GenerationConfig(eos_token_id=ends or None, pad_token_id=pad)
 
 
 def generation_settings(
@@ -323,6 +404,14 @@ def generation_settings(
         ends = end_settings({token: number for number, token in tokenizer.special_tokens.items()})
         found = (found or GenerationConfig()).with_ends_of(ends)
     return found
+
+
+def _content(file: Path) -> str | bytes:
+    """The content of a carried file; bytes of one that is no text."""
+    if file.suffix != ".model":
+        return read_text(file, "a tokenizer's file")
+    with naming(file):
+        return file.read_bytes()
 
 
 def _dump(content: dict[str, Any]) -> str:

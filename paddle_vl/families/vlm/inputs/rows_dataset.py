@@ -113,6 +113,9 @@ class RowsDataset(ConversationData):
     def metrics(self, number: int) -> Sequence[str]:
         return self._sources[self._drawn(number)[0]].metrics
 
+    def source_name(self, number: int) -> str | None:
+        return self._sources[self._drawn(number)[0]].name
+
     def _drawn(self, number: int) -> tuple[int, int]:
         return int(self._draws.sources[number]), int(self._draws.rows[number])
 

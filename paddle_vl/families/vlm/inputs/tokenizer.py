@@ -95,7 +95,7 @@ class TextTokenizer:
         token_id = self._tokenizer.token_to_id(token)
         if token_id is None:
             raise ValueError(
-                f"{self.name} has no token {token!r}, which Qwen3-VL's chat template needs; "
+                f"{self.name} has no token {token!r}, which the model's prompts need; "
                 "use the checkpoint's own tokenizer, or pass the token to train_bpe"
             )
         return token_id

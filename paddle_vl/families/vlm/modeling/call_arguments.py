@@ -12,6 +12,7 @@ from paddle import Tensor
 from paddle_vl.batch.positions import (
     check_offsets,
     checked_grid,
+    in_blocks,
     mrope_position_ids,
     restart_offsets,
 )
@@ -21,7 +22,7 @@ from paddle_vl.families.hf_interface import FORWARD, id_rows
 from paddle_vl.families.vlm.modeling.moe import real_rows
 from paddle_vl.files.names import refuse_foreign
 from paddle_vl.nn.placement import RegionOps
-from paddle_vl.nn.transfer import host_array, on_device
+from paddle_vl.nn.transfer import device_tensor, host_array, on_device
 
 _INDICES = ("visual_update_indices", "visual_gather_indices")
 
@@ -38,8 +39,10 @@ def called_batch(
         config: the model's.
         input_ids: `[B, L]` int64 with placeholders for visual tokens.
         attention_mask: `[B, L]`, 1 at real tokens; with caches `[B, S]` over all keys so far.
-        given: other fields. `position_ids` may be `[4, B, L]` with a text position first, whose
-            restarts mark packed samples if neither `cu_seqlens` nor an attention mask is given.
+        given: other fields. Pixels may be `[P, channels, y, x]`, patches in raster order, as of
+            some of HF's processors. `position_ids` may be `[4, B, L]` with a text position first,
+            whose restarts mark packed samples if neither `cu_seqlens` nor an attention mask is
+            given.
             `labels` are not read beside `target_rows`, nor `loss_weights`. Arguments of HF at
             values that ask for nothing are left out.
 
@@ -71,7 +74,7 @@ def called_batch(
             "attention_mask: pass an array, or none, or output_router_logits=False"
         )
     offsets = host_array(batch.cu_seqlens)
-    found: dict[str, Any] = _grids(batch)
+    found: dict[str, Any] = _grids(batch, config.vision_config.spatial_merge_size)
     found |= {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
     if batch.position_ids is None:
         images, videos = (found.get(name) for name in GRIDS)
@@ -93,16 +96,24 @@ def called_batch(
     return on_device(batch | found)
 
 
-def _grids(batch: VLBatch) -> dict[str, Any]:
-    """The grids, checked against the pixels, on the host."""
+def _grids(batch: VLBatch, merge: int) -> dict[str, Any]:
+    """The grids, checked against the pixels, on the host; and pixels in raster order as flattened
+    patches in merge-block order."""
     found: dict[str, Any] = {}
     for name, pixels in zip(GRIDS, PIXELS, strict=True):
-        grid, of_kind = host_array(batch.get(name)), batch.get(pixels)
+        grid: Any = host_array(batch.get(name))
+        of_kind: Any = batch.get(pixels)
         if grid is not None or of_kind is not None:
             if batch.own_patches is None and batch.visual_sections is None:
                 count = None if of_kind is None else of_kind.shape[0]
                 grid = checked_grid(name.partition("_")[0], count, grid)
             found[name] = grid
+        if grid is not None and of_kind is not None and len(of_kind.shape) == 4:
+            order: Any = in_blocks(grid, merge)
+            if isinstance(of_kind, Tensor):
+                order = device_tensor(order)
+            flat = of_kind.reshape([of_kind.shape[0], -1])
+            found[pixels] = flat[order]
     return found
 
 

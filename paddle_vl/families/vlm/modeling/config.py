@@ -4,7 +4,7 @@ their decoders.
 Source: Qwen3VLVisionConfig and Qwen3VLConfig of HF transformers.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field, replace
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -59,6 +59,8 @@ class VisionConfig:
     initializer_range: Spread = 0.02
     deepstack_visual_indexes: Listed[list[TokenId]] = field(default_factory=lambda: [8, 16, 24])
     rope_theta: RopeBase = 10000.0
+    # Of the table of learned positions and a frame, the corners coincide; False: the edges.
+    aligns_corners: ClassVar[bool] = True
 
     def __post_init__(self):
         if self.hidden_act not in ACTIVATIONS:
@@ -96,7 +98,17 @@ class VisionConfig:
 
 
 class DenseText:
-    """What the configuration of a decoder without experts answers."""
+    """What the configuration of a decoder without experts answers.
+
+    Attributes:
+        mrope_interleaves: see `paddle_vl.nn.attention.mrope_tables`.
+        padding_idx: the token whose embedding gets no gradient, None for none.
+        use_bias: whether the linears of the decoder's layers have biases.
+    """
+
+    mrope_interleaves: ClassVar[bool] = True
+    padding_idx: int | None = None
+    use_bias: bool = False
 
     def has_experts(self, layer: int) -> bool:
         """Whether that decoder layer has experts instead of an MLP."""
@@ -139,13 +151,15 @@ class VLConfig(SavedConfig):
     """Configuration of a complete model.
 
     A family adds `text_config`, its decoder's, which has at least `vocab_size`, `hidden_size`,
-    `num_hidden_layers`, `rope_theta`, `mrope_section`, `initializer_range`, `rms_norm_eps`,
-    `has_experts(layer)` and `has_balance_loss(requested)`; with experts also `num_experts` and
-    `router_aux_loss_coef`; and what `layer_size` reads.
+    `num_hidden_layers`, `rope_theta`, `mrope_section`, `initializer_range`, `rms_norm_eps` and what
+    `DenseText` answers; with experts also `num_experts` and `router_aux_loss_coef`; and what
+    `layer_size` reads.
     """
 
     file_name: ClassVar[str] = "config.json"
     what: ClassVar[str] = "a model's configuration"
+    # Key of the token embedding in a checkpoint.
+    embedding_key: ClassVar[str] = EMBEDDING_KEY
 
     text_config: Any
     vision_config: VisionConfig = field(default_factory=VisionConfig)
@@ -203,15 +217,25 @@ class VLConfig(SavedConfig):
         """A copy with this tie flag."""
         return replace(self, tie_word_embeddings=tie, tie_flags_agree=True)
 
+    def tied_by(self: C, stored: Mapping[str, Any]) -> C:
+        """This configuration of a checkpoint with these tensors, which decide whether head and
+        embedding share their weight where the flags do not."""
+        return self if self.tie_flags_agree else self.with_tie(HEAD_KEY not in stored)
 
-def size_name(name: str, sizes: Collection[str], family: str, example: str) -> str:
+
+def size_name(
+    name: str, sizes: Collection[str], family: str, example: str, owner: str = "qwen"
+) -> str:
     """A published size by its name, or by that of a model on the hub: `Qwen/Qwen3.5-4B` and
     `Qwen3.5-4B-Base` are `qwen3.5-4b`. The case of letters is ignored.
+
+    Args:
+        owner: of the models on the hub.
 
     Raises:
         ValueError: there is no such size.
     """
-    plain = name.lower().removeprefix("qwen/")
+    plain = name.lower().removeprefix(f"{owner}/")
     for ending in ("-base", "-instruct", "-thinking"):
         plain = plain.removesuffix(ending)
     if plain not in sizes:
@@ -238,7 +262,11 @@ def check_interleaves(mrope_section: list[int]) -> None:
 
 
 def rotary_settings(
-    values: dict[str, Any], where: str, names: Sequence[str], kinds: Sequence[str] = ("default",)
+    values: dict[str, Any],
+    where: str,
+    names: Sequence[str],
+    kinds: Sequence[str] = ("default",),
+    interleaves: bool = True,
 ) -> dict[str, Any]:
     """The settings of rotary positions in a section of a config.json, which loses them: of
     `rope_scaling`, `rope_parameters`, or beside these. Null is no setting.
@@ -246,6 +274,7 @@ def rotary_settings(
     Args:
         names: settings that there are, beside the type and `mrope_interleaved`.
         kinds: types of rotary positions that mean the same here.
+        interleaves: what `mrope_interleaved` is, where it is given.
 
     Raises:
         ValueError: other settings, another type, or two values of one setting.
@@ -275,22 +304,23 @@ def rotary_settings(
                 f"{where}: {name} is {shown(beside)} but in the rotary parameters "
                 f"{shown(rope[name])}: both must be equal; keep the right one"
             )
-    kind, interleaved = rope.pop("rope_type", kinds[0]), rope.pop("mrope_interleaved", True)
-    if kind not in kinds or interleaved is not True:
+    kind, interleaved = rope.pop("rope_type", kinds[0]), rope.pop("mrope_interleaved", interleaves)
+    if kind not in kinds or interleaved is not interleaves:
         raise ValueError(
             f"{where}: rope_type is {shown(kind)} and mrope_interleaved {shown(interleaved)}; only "
-            f"{kinds[0]!r} and true are supported"
+            f"{kinds[0]!r} and {str(interleaves).lower()} are supported"
         )
     return rope
 
 
-def text_rotary(text: dict[str, Any], *names: str) -> dict[str, Any]:
+def text_rotary(text: dict[str, Any], *names: str, interleaves: bool = True) -> dict[str, Any]:
     """`rotary_settings` of a decoder, with `rope_theta`.
 
     Raises:
         ValueError: as there; or there is no `rope_theta`.
     """
-    rope = rotary_settings(text, "text_config", ("rope_theta", *names))
+    names = ("rope_theta", *names)
+    rope = rotary_settings(text, "text_config", names, interleaves=interleaves)
     if "rope_theta" not in rope:
         # transformers 5.24 takes 500000 (Qwen3-VL) or 10000; published are 5000000 and 10000000.
         raise ValueError(

@@ -7,14 +7,12 @@ length L; and the head per token. See `paddle_vl.families.flops` for what is cou
 """
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from paddle_vl.batch.schema import VLBatch
 from paddle_vl.families.flops import FlopCounter, Operations, causal_pairs
-
-_EMBEDDING = "model.language_model.embed_tokens.weight"
 
 
 class VLFlops(FlopCounter):
@@ -23,7 +21,12 @@ class VLFlops(FlopCounter):
     Args:
         trained: HF keys of all trained parameters of the model; None for all parameters.
         ranks: LoRA ranks by adapted HF module.
+
+    Attributes:
+        decoder: HF's module of the decoder.
     """
+
+    decoder: ClassVar[str] = "model.language_model"
 
     def __init__(
         self,
@@ -68,7 +71,7 @@ class VLFlops(FlopCounter):
     @classmethod
     def decoder_layer(cls, operations: Operations, text: Any, number: int, rows: bool) -> bool:
         """Count a decoder layer: whether gradients flow into its rows, and out of them."""
-        layer = operations.at("tokens", f"model.language_model.layers.{number}")
+        layer = operations.at("tokens", f"{cls.decoder}.layers.{number}")
         width = text.hidden_size
         rows |= cls.mixer(layer, text, number, layer.norm("input_layernorm", rows))
         normed = layer.norm("post_attention_layernorm", rows)
@@ -88,18 +91,23 @@ class VLFlops(FlopCounter):
         """Count attention, or what a family has in its place in that layer."""
         return attention(layer, text, normed)
 
+    def tower(self, operations: Operations) -> tuple[bool, list[bool]]:
+        """Count the tower: whether gradients reach its output and each deepstack level."""
+        return _tower(operations, self.config)
+
     def _walk(self, has_visual: bool) -> Operations:
         operations, text = Operations(self._trained, self._ranks), self.config.text_config
-        merged, levels = _tower(operations, self.config)
-        rows = operations.trains(_EMBEDDING) or (has_visual and merged)
+        merged, levels = self.tower(operations)
+        embedding = self.config.embedding_key
+        rows = operations.trains(embedding) or (has_visual and merged)
         for layer in range(text.num_hidden_layers):
             rows = self.decoder_layer(operations, text, layer, rows)
             if has_visual and layer < len(levels):
                 rows |= levels[layer]
         head = operations.at("predictions")
-        rows = head.norm("model.language_model.norm", rows)
+        rows = head.norm(f"{self.decoder}.norm", rows)
         if self.config.tie_word_embeddings:
-            head.matrix(_EMBEDDING, text.hidden_size * text.vocab_size, rows)
+            head.matrix(embedding, text.hidden_size * text.vocab_size, rows)
         else:
             head.linear("lm_head", text.hidden_size, text.vocab_size, rows)
         return operations
@@ -129,7 +137,6 @@ def _grids(batch: Mapping[str, Any]) -> np.ndarray:
 
 
 def _tower(operations: Operations, config: Any) -> tuple[bool, list[bool]]:
-    """Count the tower; returns whether gradients reach its output and each deepstack level."""
     vision, tower = config.vision_config, operations.at("patches", "model.visual")
     width, inner = vision.hidden_size, vision.intermediate_size
     rows = tower.linear("patch_embed.proj", vision.patch_dim, width, False)

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
-from paddle.nn.initializer import Normal
+from paddle.nn.initializer import Constant, Normal
 
 from paddle_vl.batch.positions import PatchRows
 from paddle_vl.batch.schema import VLBatch, check_array, name_of
@@ -43,6 +43,7 @@ from paddle_vl.nn.linear import Columns, Linear, split_columns
 from paddle_vl.nn.operations import (
     GemmaRMSNorm,
     LayerNorm,
+    MaskGradient,
     RMSNorm,
     activation,
     gelu,
@@ -209,7 +210,9 @@ def decoder_positions(config: VLConfig, position_ids: Tensor) -> dict[str, Any]:
     text = config.text_config
     # Two channels for every slot; of a head that is wider, the first ones are rotated.
     rotated = 2 * sum(text.mrope_section)
-    tables = mrope_tables(position_ids, rotated, text.rope_theta, text.mrope_section)
+    tables = mrope_tables(
+        position_ids, rotated, text.rope_theta, text.mrope_section, text.mrope_interleaves
+    )
     return {"position_ids": position_ids, "rotary_pos_emb": tables}
 
 
@@ -273,6 +276,9 @@ class GPTEmbedding(nn.Layer):
         """
         inputs = decoder_inputs(self.config, self.placement.ops, batch)
         rows = self.embed_tokens(batch.input_ids)
+        if (padding := self.text.padding_idx) is not None:
+            # As of torch's embedding: that token's row is read, and gets no gradient.
+            rows = MaskGradient.apply(rows, batch.input_ids != padding)
         hidden_TD = self.placement.ops.enter_rows(rows.reshape([-1, rows.shape[-1]]))
         if features is None:
             return inputs | {"hidden_states": hidden_TD}
@@ -300,17 +306,45 @@ def in_order(sources: Sequence[Tensor], order: Tensor | None, dtype: Any) -> Ten
     return rows_MD if rows_MD.dtype == dtype else rows_MD.astype(dtype)
 
 
-class SwiGLUMLP(nn.Layer):
-    """`down(silu(gate(x)) * up(x))`."""
+class Bias(nn.Layer):
+    """`x + bias`, zeros at first: of a linear of `LayerFactory`, under whose name it is."""
 
-    def __init__(self, width: int, inner: int, init_std: float, placement: Placement):
+    def __init__(self, width: int):
+        super().__init__()
+        self.bias = self.create_parameter([width], default_initializer=Constant(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bias
+
+
+class SwiGLUMLP(nn.Layer):
+    """`down(silu(gate(x)) * up(x))`; the linears may have biases."""
+
+    def __init__(
+        self,
+        width: int,
+        inner: int,
+        init_std: float,
+        placement: Placement,
+        has_biases: bool = False,
+    ):
         super().__init__()
         columns = [Columns("gate_proj", inner), Columns("up_proj", inner)]
         self.gate_up_proj = placement.layers.projections(width, columns, init_std, splits=False)
         self.down_proj = placement.layers.row_linear(inner, width, init_std)
+        self.has_biases = has_biases
+        if has_biases:
+            self.gate_proj, self.up_proj = (
+                placement.layers.channels([inner], Bias) for _ in range(2)
+            )
+            self.down_proj.bias = placement.layers.row_wise(Bias(width)).bias
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.down_proj(swiglu(*self.gate_up_proj(x_TD)))
+        parts = self.gate_up_proj(x_TD)
+        if self.has_biases:
+            gate, up = parts if len(parts) > 1 else paddle.chunk(parts[0], 2, axis=-1)
+            parts = self.gate_proj(gate), self.up_proj(up)
+        return self.down_proj(swiglu(*parts))
 
 
 class VLSelfAttention(nn.Layer):
@@ -318,6 +352,7 @@ class VLSelfAttention(nn.Layer):
     their first channels as the rotary tables have.
 
     Args:
+        norm_class: of queries and keys; None rotates them as they are.
         is_gated: a query head's projection has the query, then a gate, by whose sigmoid the head's
             output is multiplied.
     """
@@ -326,7 +361,7 @@ class VLSelfAttention(nn.Layer):
         self,
         config: Any,
         placement: Placement,
-        norm_class: type[RMSNorm | GemmaRMSNorm] = RMSNorm,
+        norm_class: type[RMSNorm | GemmaRMSNorm] | None = RMSNorm,
         is_gated: bool = False,
     ):
         super().__init__()
@@ -342,8 +377,27 @@ class VLSelfAttention(nn.Layer):
         ]
         self.qkv_proj = placement.layers.projections(width, columns, std)
         self.o_proj = placement.layers.row_linear(query_width, width, std)
-        self.q_norm = placement.layers.head_wise(norm_class(config.head_dim, epsilon))
-        self.k_norm = placement.layers.head_wise(norm_class(config.head_dim, epsilon))
+        self.has_biases, self.has_norms = config.use_bias, norm_class is not None
+        if self.has_biases:
+            for one in columns:
+                bias = placement.layers.channels([one.width], self._bias_of_heads)
+                self.add_sublayer(one.name, bias)
+            self.o_proj.bias = placement.layers.row_wise(Bias(width)).bias
+        if norm_class is not None:
+            self.q_norm = placement.layers.head_wise(norm_class(config.head_dim, epsilon))
+            self.k_norm = placement.layers.head_wise(norm_class(config.head_dim, epsilon))
+
+    def _bias_of_heads(self, width: int) -> Bias:
+        """
+        Raises:
+            ValueError: a rank has less than a head.
+        """
+        if width % self.head_dim:
+            raise ValueError(
+                "text_config.use_bias is true and there are fewer key heads than model-parallel "
+                "ranks, which would share a bias: choose a smaller parallel.mp_degree"
+            )
+        return Bias(width)
 
     def forward(
         self,
@@ -354,18 +408,25 @@ class VLSelfAttention(nn.Layer):
         packed: PackedSamples | SliceMask | None = None,
     ) -> Tensor:
         length, width = tables.cos_TH.shape[1], self.head_dim
+        qkv = self.qkv_proj(x_TD)
+        if self.has_biases:
+            biases = self.q_proj, self.k_proj, self.v_proj
+            qkv = [bias(rows) for bias, rows in zip(biases, qkv, strict=True)]
         q_BLNH, k_BLKH, v_BLKH = [
-            rows.reshape([-1, length, rows.shape[-1] // width, width])
-            for rows in self.qkv_proj(x_TD)
+            rows.reshape([-1, length, rows.shape[-1] // width, width]) for rows in qkv
         ]
         gate_BLNH = None
         if self.is_gated:
             gated = q_BLNH.reshape([-1, length, q_BLNH.shape[2] // 2, 2 * width])
             q_BLNH, gate_BLNH = paddle.split(gated, 2, axis=-1)
-        norm, weights = self.q_norm, (self.q_norm.weight, self.k_norm.weight)
-        q_BLNH, k_BLKH = normed_rotary(
-            q_BLNH, k_BLKH, tables.astype(x_TD.dtype), *weights, norm.epsilon, norm.offset
-        )
+        tables = tables.astype(x_TD.dtype)
+        if self.has_norms:
+            norm, weights = self.q_norm, (self.q_norm.weight, self.k_norm.weight)
+            q_BLNH, k_BLKH = normed_rotary(
+                q_BLNH, k_BLKH, tables, *weights, norm.epsilon, norm.offset
+            )
+        else:
+            q_BLNH, k_BLKH = apply_rotary(q_BLNH, k_BLKH, tables)
         if cache is not None:
             out_BLNH = cache.attend(q_BLNH, k_BLKH, v_BLKH, key_bias)
         else:
@@ -403,7 +464,13 @@ class VLDecoderLayer(nn.Layer):
         self.mlp = (
             experts_class(config, placement)
             if self.has_experts
-            else SwiGLUMLP(width, config.intermediate_size, config.initializer_range, placement)
+            else SwiGLUMLP(
+                width,
+                config.intermediate_size,
+                config.initializer_range,
+                placement,
+                config.use_bias,
+            )
         )
         self.input_layernorm = placement.layers.row_wise(norm_class(width, epsilon))
         self.post_attention_layernorm = placement.layers.row_wise(norm_class(width, epsilon))

@@ -15,7 +15,7 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.batch.positions import PATCH_FIELDS, PatchRows, frame_runs, vision_layout
+from paddle_vl.batch.positions import PATCH_FIELDS, PatchRows, frame_runs, patch_places
 from paddle_vl.batch.schema import GRIDS, PIXELS, VLBatch
 from paddle_vl.families.hf_interface import IndexedOutput
 from paddle_vl.families.vlm.folders.pretrained import PretrainedVLModel
@@ -101,17 +101,20 @@ class VLForConditionalGeneration(PretrainedVLModel):
                               no:  lm_head of all rows           -> logits, loss of labels
 
     Attributes:
+        tower_class: makes `visual` of its configuration, a layer that is called as `VisionTower`
+            and has `blocks`.
         decoder_class: makes `language_model` of the configuration and the placement: a layer with
             `embedding`, `layers`, `norm`, `run` and `run_layers`.
     """
 
+    tower_class: ClassVar[Callable[[Any], nn.Layer]] = VisionTower
     decoder_class: ClassVar[Callable[[Any, Placement], Any]]
 
     def __init__(self, config: Any, placement: Placement | None = None):
         super().__init__(config, placement)
         text, tied = config.text_config, None
         if self.placement.stage_layers.tower:
-            self.visual = self.placement.layers.tower(VisionTower(config.vision_config))
+            self.visual = self.placement.layers.tower(type(self).tower_class(config.vision_config))
         self.language_model = type(self).decoder_class(config, self.placement)
         if self.placement.stage_layers.embedding and config.tie_word_embeddings:
             tied = self.language_model.embedding.embed_tokens.weight
@@ -257,9 +260,7 @@ class VLForConditionalGeneration(PretrainedVLModel):
         vision = self.config.vision_config
         pixels, *places = patches
         if not places:
-            side, merge = vision.table_side, vision.spatial_merge_size
-            layout = vision_layout(grid_thw, table_side=side, merge=merge)
-            places = [device_tensor(each) for each in layout]
+            places = [device_tensor(each) for each in patch_places(grid_thw, vision).values()]
         return self.visual(pixels, PatchRows(*places), Segments(frame_runs(grid_thw)))
 
     def position_ids(self, *inputs: Any, **fields: Any) -> tuple[np.ndarray, np.ndarray]:

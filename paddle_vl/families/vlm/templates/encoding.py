@@ -81,6 +81,10 @@ class TemplateEncoder:
 
     Args:
         renderer: of the checkpoint's template; None for the built-in one.
+        tokens: placeholders of images and videos.
+        control_tokens: names that a text must not contain, beside the tokenizer's special ones.
+        cuts_answers: tokenize a learned answer apart from what is in front of it, with every
+            template.
         earlier_reasoning: what becomes of reasoning before the last question that the template
             leaves out: `refuse` the row, `drop` the reasoning, or `split` the row into one for each
             learned answer.
@@ -95,12 +99,17 @@ class TemplateEncoder:
         earlier_reasoning: EarlierReasoning = "refuse",
         end_token_ids: tuple[int, ...] = (),
         is_built_in: bool = False,
+        *,
+        tokens: "MediaTokens | None" = None,
+        control_tokens: Sequence[str] = CONTROL_TOKENS,
+        cuts_answers: bool = False,
     ):
         self.renderer: Any = renderer
         self._earlier_reasoning, self._is_known = earlier_reasoning, is_built_in
-        self._media = MediaText(tokenizer)
+        self._cuts_answers, self._tokens = cuts_answers, tokens or QWEN_MEDIA
+        self._media = MediaText(tokenizer, self._tokens)
         added = tokenizer.get_added_tokens_decoder().values()
-        special = {*CONTROL_TOKENS, *(str(token.content) for token in added if token.special)}
+        special = {*control_tokens, *(str(token.content) for token in added if token.special)}
         ends = filter(None, map(tokenizer.id_to_token, end_token_ids))
         # Rows have been searched for tokens of boxes that their writer did not mean.
         of_boxes = {name for pair in BOX_TOKENS.values() for name in pair}
@@ -183,6 +192,7 @@ class TemplateEncoder:
             spans = compress(answers, conversation.losses)
         elif not is_prompt:
             spans = learned_spans(whole, self.renderer, self._ends)
+            cuts = [start for start, _ in spans] if self._cuts_answers else cuts
         counts = (conversation.media, num_image_tokens, videos)
         encoded = self._media.encode(text, spans, *counts, cuts)
         # Rows of the built-in template have been checked for targets.
@@ -214,6 +224,12 @@ class TemplateEncoder:
 
     def _rendered(self, conversation: Conversation, add_generation_prompt: bool) -> RenderedChat:
         messages = conversation.messages
+        if conversation.videos and not self._tokens.video:
+            raise BadSampleError(
+                "unsupported",
+                "the row has a video, and the model takes images alone: leave it out, or write its "
+                "frames as images",
+            )
         if self._is_built_in(conversation):
             rendered = plain_text(messages, add_generation_prompt)
             return RenderedChat(conversation, messages, rendered)
@@ -268,7 +284,8 @@ def plain_text(messages: Sequence[Message], add_generation_prompt: bool) -> Rend
 
 
 class MediaTokens(NamedTuple):
-    """Placeholders of an image and a video, and what encloses a temporal patch of a video."""
+    """Placeholders of an image and a video, which is empty where there are none, and what encloses
+    a temporal patch of a video."""
 
     image: str
     video: str
@@ -285,9 +302,12 @@ class MediaText:
     def __init__(self, tokenizer: Tokenizer, tokens: MediaTokens = QWEN_MEDIA):
         self._tokenizer, self._tokens = tokenizer, tokens
         image, video, start, end = map(re.escape, tokens)
-        video = f"(?P<video>(?:{start})?(?P<pad>{video})(?:{end})?)"
-        self._places = re.compile(f"(?P<image>{image})|{video}")
-        self._ids = {tokenizer.token_to_id(name) for name in (tokens.image, tokens.video)}
+        places = f"(?P<image>{image})"
+        if video:
+            places += f"|(?P<video>(?:{start})?(?P<pad>{video})(?:{end})?)"
+        self._places = re.compile(places)
+        pads = filter(None, (tokens.image, tokens.video))
+        self._ids = {tokenizer.token_to_id(name) for name in pads}
 
     def encode(
         self,

@@ -12,7 +12,7 @@ from paddle_vl.checkpoint.safetensors_io import StoredTensor
 from paddle_vl.checkpoint.writing import DEFAULT_SHARD_BYTES, write_tensors
 from paddle_vl.config.families import FamilyEntry
 from paddle_vl.families.vlm.inputs.processor import VLProcessor, generation_settings
-from paddle_vl.families.vlm.modeling.config import EMBEDDING_KEY, HEAD_KEY
+from paddle_vl.families.vlm.modeling.config import HEAD_KEY
 
 _HEAD = HEAD_KEY.removesuffix(".weight")
 
@@ -49,18 +49,19 @@ def merge_adapter(
     """
     base = base_folder(folder, base)
     config, names = model_class.config_class.from_pretrained(base), model_class.checkpoint_map
-    adapter = StoredAdapter.read(folder)
+    adapter = StoredAdapter.read(folder, getattr(names, "key_here", str))
     adapter.tensors.update(names.tensors_as_here(adapter.tensors, config))
     stored = names.tensors_as_here(checkpoint_tensors(base), config)
-    if not config.tie_flags_agree:
-        config = config.with_tie(HEAD_KEY not in stored)
+    config, embedding = config.tied_by(stored), config.embedding_key
     if config.tie_word_embeddings:
-        stored = with_head(adapter, stored)
+        stored = with_head(adapter, stored, embedding)
         config = config.with_tie(HEAD_KEY not in stored)
     tensors = adapter.merged(stored)
+    if (folder_of := getattr(names, "folder_of", None)) is not None:
+        config, tensors = folder_of(config, tensors)
     out.mkdir(parents=True, exist_ok=True)
     write_tensors(out, "model", tensors, DEFAULT_SHARD_BYTES)
-    dtype = {"torch_dtype": chosen_dtype("auto", {EMBEDDING_KEY: stored[EMBEDDING_KEY]})}
+    dtype = {"torch_dtype": chosen_dtype("auto", {embedding: stored[embedding]})}
     config.save_pretrained(out, **(dtype if "architectures" in config.to_dict() else {}))
     settings = generation_settings(folder, base)
     if settings is not None:
@@ -69,7 +70,7 @@ def merge_adapter(
 
 
 def with_head(
-    adapter: StoredAdapter, stored: Mapping[str, StoredTensor]
+    adapter: StoredAdapter, stored: Mapping[str, StoredTensor], embedding_key: str
 ) -> dict[str, StoredTensor]:
     """The tensors of a tied base for an adapter: with a head of their own if it has one.
 
@@ -80,16 +81,16 @@ def with_head(
         ValueError: an adapter that keeps ties has two different weights.
     """
     tied = {key: tensor for key, tensor in stored.items() if key != HEAD_KEY}
-    named = {key for key in adapter.tensors if key.startswith(f"{_HEAD}.") or key == EMBEDDING_KEY}
+    named = {key for key in adapter.tensors if key.startswith(f"{_HEAD}.") or key == embedding_key}
     if not named:
         return tied
     if not adapter.keeps_ties:
-        return {**tied, HEAD_KEY: tied[EMBEDDING_KEY]}
+        return {**tied, HEAD_KEY: tied[embedding_key]}
     head = adapter.tensors.pop(HEAD_KEY, None)
-    embedding = adapter.tensors.get(EMBEDDING_KEY)
+    embedding = adapter.tensors.get(embedding_key)
     if head and (embedding is None or not np.array_equal(head.read(), embedding.read())):
         raise ValueError(
             f"{adapter.folder} keeps ties (ensure_weight_tying), and its {HEAD_KEY} is not its "
-            f"{EMBEDDING_KEY}: save it again with PEFT"
+            f"{embedding_key}: save it again with PEFT"
         )
     return tied

@@ -12,13 +12,13 @@ import numpy as np
 from paddle_vl.batch.rows import IGNORE_INDEX
 from paddle_vl.config.families import FamilyEntry
 from paddle_vl.data.formats.grounding import boxes_in
+from paddle_vl.data.formats.spotting import spotted_boxes
 from paddle_vl.data.shown_sample import Run, ShownSample
 from paddle_vl.families.vlm.inputs.corpus import Corpus
 from paddle_vl.families.vlm.inputs.image_processor import VisionProcessor
 from paddle_vl.families.vlm.inputs.preference import sides_of
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.settings import VLRun
-from paddle_vl.families.vlm.templates.built_in import IM_END
 
 _MOST_FRAMES = 8
 
@@ -66,8 +66,10 @@ def shown_sample(
         Run(_text(ids[places], processor), bool(is_learned))
         for is_learned, places in _runs(learned)
     ]
-    answers = [run.text.partition(IM_END)[0] for run in runs if run.is_learned]
-    boxes = [box for answer in answers for box in boxes_in(answer)]
+    # What follows the end of an answer has no boxes.
+    end = processor.end_tokens[0]
+    answers = [run.text.partition(end)[0] for run in runs if run.is_learned]
+    boxes = [box for answer in answers for box in spotted_boxes(answer) or boxes_in(answer)]
     return ShownSample(place, runs, len(ids), int(learned.sum()), pictures, boxes)
 
 

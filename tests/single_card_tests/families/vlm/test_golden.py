@@ -1,7 +1,7 @@
 """Equality with the PyTorch originals: every quantity and every gradient of the golden cases of
-Qwen3-VL and Qwen3.5, with the kernels of a CPU, compiled and not, the plain operations, and those
-of an A100 and an H100, stubs in place of those that a CPU lacks; and that the tool notices
-faults."""
+Qwen3-VL, Qwen3.5 and PaddleOCR-VL, with the kernels of a CPU, compiled and not, the plain
+operations, and those of an A100 and an H100, stubs in place of those that a CPU lacks; and that the
+tool notices faults."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from paddle_vl.families.qwen3_5 import model as qwen3_5_model
-from parity import qwen3_5, qwen_vl
+from parity import paddleocr_vl, qwen3_5, qwen_vl
 from parity.comparison import CaseReport
 from tests.support import forked
 from tests.support.gpu_stubs.attention import FLASH
@@ -34,6 +34,12 @@ FAMILIES: dict[str, tuple[ModuleType, list[str], list[tuple[str, bool]]]] = {
         qwen3_5,
         ["gen_left_pad_batch", "gen_moe_one_image", "moe_multi_image", "multi_image_right_pad",
          "packed", "text_only", "tied_one_image"],
+        [("cpu", True), ("compiled", True), ("plain", True)],
+    ),
+    "paddleocr_vl": (
+        paddleocr_vl,
+        ["gen_left_pad_batch", "gen_tied", "multi_image_right_pad", "packed",
+         "some_without_image", "text_only", "tied_one_image"],
         [("cpu", True), ("compiled", True), ("plain", True)],
     ),
 }  # fmt: skip
@@ -80,6 +86,7 @@ def test_golden_case(family, name, kernels, strides):
         ("qwen_vl", "train_traj", "moe", "a100"),
         ("qwen3_5", "train_traj[dense_untied]", "dense_untied", "compiled"),
         ("qwen3_5", "train_traj[moe]", "moe", "compiled"),
+        ("paddleocr_vl", "train_traj[tied]", "tied", "compiled"),
     ],
 )
 def test_golden_training_trajectory(family, case, model, kernels):
@@ -106,7 +113,10 @@ def test_what_is_not_supported_is_reported_and_fails(tmp_path):
         assert not report.passed
 
 
-@pytest.mark.parametrize(("family", "wrong"), [("qwen_vl", "lm.attn_out.2"), ("qwen3_5", "lm.g.0")])
+@pytest.mark.parametrize(
+    ("family", "wrong"),
+    [("qwen_vl", "lm.attn_out.2"), ("qwen3_5", "lm.g.0"), ("paddleocr_vl", "lm.layer_out.2")],
+)
 def test_a_wrong_tensor_and_an_uncompared_one_fail(family, wrong, tmp_path):
     shutil.copytree(GOLDEN / family / "text_only", tmp_path / "text_only")
     file = tmp_path / "text_only" / "tensors.safetensors"

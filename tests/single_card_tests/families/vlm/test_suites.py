@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.data.media_file import load_rgb
 from paddle_vl.families.vlm.evaluation.scorer import Scorer, answer_to, questions_in
 from paddle_vl.families.vlm.evaluation.suite import open_suite, read_suite
 from paddle_vl.families.vlm.inputs.open_data import open_conversations
@@ -227,3 +228,82 @@ def test_descriptions_that_are_wrong(lines, message, tmp_path):
     file.write_text(f"name: X\npath: x.jsonl\nreferences: answer\n{lines}\nmetrics: [anls]\n")
     with pytest.raises(ValueError, match=message):
         read_suite(file)
+
+
+DOCUMENTS = Path(__file__).parents[3] / "data" / "documents"
+LAYOUTS = {"omnidocbench": "OmniDocBench.json", "olmocr_bench": "table_tests.jsonl"}
+TABLE = (
+    "<table><thead><tr><th>Port</th><th>Ships</th></tr></thead>"
+    "<tbody><tr><td>Kiel</td><td>12</td></tr></tbody></table>"
+)
+LANGUAGE = "page_info.page_attribute.language=english"
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "references", "groups", "sizes", "answers", "wanted"),
+    [
+        (
+            "omnidocbench_text", ["[image]OCR:"] * 4,
+            ["Harbours", "Ships per year.", "Second text.", "First text."],
+            [LANGUAGE, "page_info.page_attribute.data_source=book"],
+            [(62, 12), (112, 12), (92, 12), (92, 14)],
+            ["Harbours", "Ships per  year", "Second text.", "First text"],
+            # Two edits of 46 letters; none of the letters alone.
+            {"ned_letters": 0, "cer": 2 / 46},
+        ),
+        (
+            "omnidocbench_tables", ["[image]Table Recognition:"], [TABLE],
+            [LANGUAGE, "layout_dets.attribute.with_span=(none)"], [(102, 28)],
+            ["<fcel>Port<fcel>Ships<nl><fcel>Kiel<fcel>21<nl>"], {"teds": 5 / 6, "teds_s": 1},
+        ),
+        (
+            "omnidocbench_formulas", ["[image]Formula Recognition:"], [r"$$a = \frac{b}{2}$$"],
+            [LANGUAGE], [(72, 14)], [r"\[a=\frac{b}{2}\]"], {"formula": 0},
+        ),
+        (
+            "omnidocbench_pages", ["[image]OCR:"] * 2,
+            ["Harbours\nShips per year.", "First text.\nSecond text."],
+            ["page_info.page_attribute.layout=single_column", LANGUAGE], [(160, 120)] * 2,
+            ["Harbours Ships per year", "First text.\nSecond text."],
+            {"ned_letters": 0, "ned": 1 / 24},
+        ),
+        (
+            "olmocr_bench", ["[image]OCR:"] * 5, ["a_1", "a_2", "a_3", "a_4", "a_5"],
+            ["type=table"], [(120, 40)] * 5,
+            [TABLE, "Kie", "Port Ships Page 7", "Kiel, Port", "12"], {"olmocr": 3 / 5},
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_benchmarks_of_documents(
+    name, asked, references, groups, sizes, answers, wanted, processor
+):
+    suite = read_suite(SUITES / f"{name}.yaml")
+    layout = next(each for each in LAYOUTS if name.startswith(each))
+    file = DOCUMENTS / layout / LAYOUTS[layout]
+    data = open_suite(suite.model_copy(update={"path": str(file)}), processor)
+    questions = [each for number in range(len(data)) for each in questions_in(data, number)]
+    assert [shown(each) for each in questions] == asked
+    assert [each.asked.references[0] for each in questions] == references
+    assert questions[0].asked.groups == groups
+    assert [load_rgb(each.prompt.images[0]).size for each in questions] == sizes
+    assert processor.encode_prompts([questions[0].prompt])
+    found, _ = Scorer(suite.metrics).overall([*map(answer_to, questions, answers)])
+    assert found == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"where": {"layout_dets.category_type": ["seal"]}}, "no sample has what `where` asks for"),
+        ({"crop": "layout_dets.order"}, "1 are no corners, x and y of two or more"),
+        ({"crop": "layout_dets.box"}, r"it has no value of 'layout_dets\.box'"),
+        ({"images": ["{{ page_info.file }}"]}, "a path cannot be made: .* has no attribute 'file'"),
+        ({"references": "{{ text }}"}, "the reference cannot be made: 'text' is undefined"),
+    ],
+)
+def test_descriptions_that_do_not_fit_documents(change, message, processor):
+    suite = read_suite(SUITES / "omnidocbench_text.yaml")
+    file = DOCUMENTS / "omnidocbench" / "OmniDocBench.json"
+    with pytest.raises((ValueError, BadSampleError), match=message):
+        open_suite(suite.model_copy(update={"path": str(file), **change}), processor)

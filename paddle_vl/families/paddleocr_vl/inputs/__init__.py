@@ -1,0 +1,1 @@
+"""Inputs of PaddleOCR-VL: its image processor, tokens, chat templates and task prompts."""
