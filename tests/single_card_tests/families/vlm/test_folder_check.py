@@ -84,6 +84,11 @@ def test_fastdeploy_has_no_images_for_3_5(root):
     assert findings(root / "3.5", "fastdeploy") == [told]
 
 
+def test_paddlex_has_none_of_these_models(root):
+    fits, told = family_of_folder(root / "3.5").ask("check_folder", *[root / "3.5"] * 2, "paddlex")
+    assert (fits, told) == (False, ["refused: paddlex has no models of this family"])
+
+
 @pytest.mark.parametrize("engine", ALL)
 def test_averaged_weights_of_a_run_fit_without_reading_them(engine, root, monkeypatch, capsys):
     if not (root / "out").exists():
