@@ -7,6 +7,7 @@ import pytest
 
 from paddle_vl import PaddleOCRVLConfig, PaddleOCRVLForConditionalGeneration
 from paddle_vl.config.families import family_of, model_values
+from paddle_vl.families.paddleocr_vl.flops import PaddleOCRVLFlops
 from paddle_vl.families.paddleocr_vl.sizes import SIZE_NAMES
 from paddle_vl.testing import tiny_paddleocr_vl_config
 from tests.support.tiny import GOLDEN
@@ -109,5 +110,10 @@ def test_the_published_size_has_its_parameters_and_another_is_refused():
     with paddle.LazyGuard():
         model = PaddleOCRVLForConditionalGeneration(PaddleOCRVLConfig.named("paddleocr-vl"))
     assert (model.num_parameters(), len(model.stored_parameters())) == (905_601_648, 608)
+    # Multiplications and additions of a patch in the tower, and of a target row in the head.
+    grid = {"image_grid_thw": [[1, 2, 2]]}
+    forward = PaddleOCRVLFlops(model.config).operations(grid).forward
+    assert forward["patches"] == 27 * 2 * (4 * 1152**2 + 2 * 1152 * 4304) + 2 * 588 * 1152
+    assert forward["predictions"] == 2 * 1024 * 103424
     with pytest.raises(ValueError, match="'paddleocr-vl-2' is not a size of PaddleOCR-VL"):
         PaddleOCRVLConfig.named("paddleocr-vl-2")

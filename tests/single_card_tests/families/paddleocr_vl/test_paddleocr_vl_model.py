@@ -264,3 +264,22 @@ def test_answers_side_by_side_are_those_of_each_request_alone():
     handles = [engine.submit(request) for request in requests]
     assert [[event.token_id for event in handle] for handle in handles] == wanted
     engine.close()
+
+
+def test_a_request_has_its_own_adapter(adapted):
+    model, folder = adapted
+    base, case = load(MODELS / "tied"), PaddleOCRFolders([GOLDEN / "paddleocr_vl"]).case("gen_tied")
+    given, grid = case.inputs(), case.inputs()["image_grid_thw"]
+    pixels = given["pixel_values"].reshape([len(given["pixel_values"]), -1])
+    visual = {"pixel_values": pixels[in_blocks(grid, 2)], "image_grid_thw": grid}
+    settings = EngineSettings(max_num_seqs=2, kv_cache_tokens=256, block_size=4)
+    engine = Engine(load(MODELS / "tied"), settings, {"pages": folder})
+    engine.start()
+    ids, sampling = given["input_ids"], Sampling(6, temperature=0.0)
+    handles = [engine.submit(Request(ids[0], sampling, visual, a)) for a in (None, "pages")]
+    found = [[event.token_id for event in handle] for handle in handles]
+    engine.close()
+    assert found == [
+        each.generate(ids, **visual, max_new_tokens=6)[0].tolist() for each in (base, model)
+    ]
+    assert found[0] != found[1]

@@ -13,6 +13,7 @@ from paddle_vl.config.load import load_run_config
 from paddle_vl.export import load
 from paddle_vl.families.paddleocr_vl.checkpoint_map import key_here
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from scale.families import sized_family
 from tests.single_card_tests.train.tiny_run import MODEL_OCR, write_tiny_run
 from tests.single_card_tests.train.whole_runs import assert_same_run, build
 from tests.support.exports import needs_onnx
@@ -67,6 +68,15 @@ def test_words_of_other_trainers_are_answered_with_the_settings(run_file):
     ):
         with pytest.raises(ValueError, match=re.escape(f"did you mean {ours}?")):
             load_run_config(run_file, [theirs])
+
+
+def test_the_published_size_is_simulated_with_little_width(run_file):
+    config = load_run_config(run_file, ["model.config=paddleocr-vl", "parallel.mp_degree=2"])
+    family = sized_family(config, 1)
+    text, vision = family.model_config.text_config, family.model_config.vision_config
+    assert (text.num_hidden_layers, vision.depth) == (18, 27)
+    assert (text.hidden_size, text.num_key_value_heads, vision.hidden_size) == (16, 2, 8)
+    assert family.widenings == {3: 1024 // 16, 5: 1152 // 8}
 
 
 @pytest.mark.parametrize(
