@@ -928,6 +928,61 @@ void attention_forward(const float *q, const float *k, const float *v, float *ou
   }
 }
 
+/* Eight floats; every `PICK` of them here is one instruction on x86. */
+typedef float Lanes __attribute__((vector_size(32), aligned(4), may_alias));
+typedef int32_t Places __attribute__((vector_size(32)));
+#ifdef __clang__
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PICK(a, b, ...) __builtin_shuffle(a, b, (Places){__VA_ARGS__})
+#endif
+enum { KEYS = 8, KEY_BLOCK = 32 };  /* keys at a time; and of a block, as far ahead are fetched */
+
+static inline __attribute__((always_inline)) Lanes sums_of_pairs(Lanes a, Lanes b) {
+  return PICK(a, b, 0, 2, 8, 10, 4, 6, 12, 14) + PICK(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
+}
+
+/* Products of a query with eight keys. */
+static inline __attribute__((always_inline)) Lanes key_products(const float *query,
+                                                                const float *const *key, i64 width) {
+  Lanes s[KEYS] = {{0.0f}};
+  i64 i = 0;
+  for (; i + 8 <= width; i += 8) {
+    Lanes x = *(const Lanes *)(query + i);
+    for (int n = 0; n < KEYS; n++) s[n] += x * *(const Lanes *)(key[n] + i);
+  }
+  for (; i < width; i++)
+    for (int n = 0; n < KEYS; n++) s[n][0] += query[i] * key[n][i];
+  Lanes a = sums_of_pairs(sums_of_pairs(s[0], s[1]), sums_of_pairs(s[2], s[3]));
+  Lanes b = sums_of_pairs(sums_of_pairs(s[4], s[5]), sums_of_pairs(s[6], s[7]));
+  return PICK(a, b, 0, 1, 2, 3, 8, 9, 10, 11) + PICK(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+}
+
+/* sum += weights @ values, of `count` keys. */
+static inline __attribute__((always_inline)) void add_values(const float *weight,
+                                                             const float *const *value, i64 count,
+                                                             i64 width, float *sum) {
+  i64 i = 0;
+  for (; i + 32 <= width; i += 32) {
+    Lanes s[4];
+    for (int n = 0; n < 4; n++) s[n] = *(Lanes *)(sum + i + 8 * n);
+    for (i64 j = 0; j < count; j++)
+      for (int n = 0; n < 4; n++) s[n] += weight[j] * *(const Lanes *)(value[j] + i + 8 * n);
+    for (int n = 0; n < 4; n++) *(Lanes *)(sum + i + 8 * n) = s[n];
+  }
+  for (; i < width; i++)
+    for (i64 j = 0; j < count; j++) sum[i] += weight[j] * value[j][i];
+}
+
+/* Key or value j of a row, or its last one; those of a block later are fetched into the cache. */
+static inline const float *key_of_row(const float *k, const i64 *place, i64 stride, i64 j, i64 keys,
+                                      i64 width) {
+  i64 own = j < keys ? j : keys - 1, later = j + KEY_BLOCK < keys ? j + KEY_BLOCK : keys - 1;
+  const float *far = k + (place ? place[later] : later) * stride;
+  for (i64 i = 0; i < width; i += 16) __builtin_prefetch(far + i);
+  return k + (place ? place[own] : own) * stride;
+}
+
 /* One query of each row over the keys of that row. Key j of a row and a head lies at row * row_stride +
  * head * head_stride + place * place_stride of `k`, its place being places[offsets[row] + j], or j
  * itself where `places` is NULL: then all rows have `length` keys, of which `bias` [rows][length], if
@@ -961,27 +1016,17 @@ void token_attention(const float *q, const float *new_k, const float *new_v, flo
       }
       const float *query = q + (row * query_heads + first * groups) * width;
       float *result = out + (row * query_heads + first * groups) * width;
-      /* Four keys at a time: a sum of its own for each hides what adding its lanes takes. */
-      for (i64 j = 0; j < keys; j += 4) {
-        i64 at[4];
-        for (i64 n = 0; n < 4; n++) {
-          i64 one = j + n < keys ? j + n : keys - 1;
-          at[n] = (place ? place[one] : one) * place_stride;
-        }
-        for (i64 g = 0; g < heads * groups; g++) {
-          const float *x = query + g * width, *own = key + g / groups * head_stride;
-          const float *k0 = own + at[0], *k1 = own + at[1], *k2 = own + at[2], *k3 = own + at[3];
-          float s0 = 0.0f, s1 = 0.0f, s2 = 0.0f, s3 = 0.0f;
-#pragma omp simd reduction(+ : s0, s1, s2, s3)
-          for (i64 i = 0; i < width; i++) {
-            s0 += x[i] * k0[i];
-            s1 += x[i] * k1[i];
-            s2 += x[i] * k2[i];
-            s3 += x[i] * k3[i];
+      for (i64 j = 0; j < keys; j += KEYS) {
+        i64 count = keys - j < KEYS ? keys - j : KEYS;
+        for (i64 h = 0; h < heads; h++) {
+          const float *own[KEYS];
+          for (i64 n = 0; n < KEYS; n++)
+            own[n] = key_of_row(key + h * head_stride, place, place_stride, j + n, keys, width);
+          for (i64 g = h * groups; g < (h + 1) * groups; g++) {
+            Lanes s = scale * key_products(query + g * width, own, width);
+            for (i64 n = 0; n < count; n++)
+              scores[g * keys + j + n] = s[n] + (bias ? bias[row * length + j + n] : 0.0f);
           }
-          float sums[4] = {s0, s1, s2, s3};
-          for (i64 n = 0; n < 4 && j + n < keys; n++)
-            scores[g * keys + j + n] = scale * sums[n] + (bias ? bias[row * length + j + n] : 0.0f);
         }
       }
       for (i64 g = 0; g < heads * groups; g++) {
@@ -998,20 +1043,14 @@ void token_attention(const float *q, const float *new_k, const float *new_v, flo
         for (i64 j = 0; j < keys; j++) score[j] *= sum;
       }
       memset(result, 0, sizeof(float) * heads * groups * width);
-      for (i64 j = 0; j < keys; j += 4) {
-        i64 at[4];
-        for (i64 n = 0; n < 4; n++) {
-          i64 one = j + n < keys ? j + n : keys - 1;
-          at[n] = (place ? place[one] : one) * place_stride;
-        }
-        for (i64 g = 0; g < heads * groups; g++) {
-          const float *own = value + g / groups * head_stride;
-          const float *v0 = own + at[0], *v1 = own + at[1], *v2 = own + at[2], *v3 = own + at[3];
-          float w[4], *sum = result + g * width;
-          for (i64 n = 0; n < 4; n++) w[n] = j + n < keys ? scores[g * keys + j + n] : 0.0f;
-#pragma omp simd
-          for (i64 i = 0; i < width; i++)
-            sum[i] += w[0] * v0[i] + w[1] * v1[i] + w[2] * v2[i] + w[3] * v3[i];
+      for (i64 j = 0; j < keys; j += KEY_BLOCK) {
+        i64 count = keys - j < KEY_BLOCK ? keys - j : KEY_BLOCK;
+        for (i64 h = 0; h < heads; h++) {
+          const float *own[KEY_BLOCK];
+          for (i64 n = 0; n < count; n++)
+            own[n] = key_of_row(value + h * head_stride, place, place_stride, j + n, keys, width);
+          for (i64 g = h * groups; g < (h + 1) * groups; g++)
+            add_values(scores + g * keys + j, own, count, width, result + g * width);
         }
       }
     }
