@@ -196,15 +196,16 @@ void rotate(const float *x, float *y, const float *cos, const float *sin, i64 ro
 }
 
 /* `rotate` of the first `rotated` channels of heads that are divided by their root mean square and
- * multiplied by offset + weight, as are their other channels. */
+ * multiplied by offset + weight, as are their other channels. Rows and heads of x have strides. */
 void normed_rotary(const float *x, const float *weight, float *y, const float *cos, const float *sin,
-                   i64 rows, i64 heads, i64 width, i64 rotated, float epsilon, float offset) {
+                   i64 rows, i64 heads, i64 width, i64 row_stride, i64 head_stride, i64 rotated,
+                   float epsilon, float offset) {
   i64 half = rotated / 2;
 #pragma omp parallel for schedule(static)
   for (i64 n = 0; n < rows; n++) {
     const float *c = cos + n * rotated, *s = sin + n * rotated;
     for (i64 h = 0; h < heads; h++) {
-      const float *a = x + (n * heads + h) * width;
+      const float *a = x + n * row_stride + h * head_stride;
       float *o = y + (n * heads + h) * width, square = 0.0f;
 #pragma omp simd reduction(+ : square)
       for (i64 j = 0; j < width; j++) square += a[j] * a[j];
@@ -488,8 +489,7 @@ static inline float inverse_length(const float *x, i64 width) {
 
 enum { MOST_VALUES = 1024 };
 
-/* One token of the gated delta rule. before[B][N][C][V] may be NULL, for zeros; `after` is another
- * tensor. */
+/* One token of the gated delta rule. before[B][N][C][V] may be NULL, for zeros; `after` may be it. */
 void delta_token(const float *q, const float *k, const float *v, const float *decay,
                  const float *beta, const float *before, float *after, float *out, i64 batch,
                  i64 key_heads, i64 heads, i64 width, i64 values) {
@@ -1055,6 +1055,90 @@ void token_attention(const float *q, const float *new_k, const float *new_v, flo
       }
     }
   }
+}
+
+/* ---- parts of a decoder layer for one token of each row, whose linears have no bias ---- */
+
+/* down(silu(gate) * up), where x[rows][width] gate_up[width][2 * inner] are gate and up. `room` has
+ * rows * 3 * inner floats. */
+void token_mlp(const float *x, const float *gate_up, const float *down, float *y, i64 rows,
+               i64 width, i64 inner, float *room) {
+  float *gated = room + rows * 2 * inner;
+  product(PLAIN, PLAIN, rows, 2 * inner, width, 1.0f, x, width, gate_up, 2 * inner, 0.0f, room);
+  gated_forward(room, room + inner, gated, rows, inner, 2 * inner, 0);
+  product(PLAIN, PLAIN, rows, width, inner, 1.0f, gated, inner, down, width, 0.0f, y);
+}
+
+/* Projections, norms and rotation, `token_attention` of the new keys and values, gates, and the
+ * output's projection. With `is_gated` each query head of `qkv` has a query, then a gate. `room` has
+ * rows * (outputs of qkv + 2 * (query and key heads) * H) + T * query heads * longest floats. */
+void token_self_attention(const float *x, const float *qkv, const float *projection,
+                          const float *q_norm, const float *k_norm, const float *cos,
+                          const float *sin, float *k, float *v, const i64 *places,
+                          const int32_t *offsets, const float *bias, float *y, i64 rows,
+                          i64 channels, i64 query_heads, i64 key_heads, i64 width, i64 rotated,
+                          int is_gated, i64 row_stride, i64 head_stride, i64 place_stride,
+                          i64 longest, float scale, float epsilon, float offset, float *room) {
+  i64 query_width = query_heads * width, key_width = key_heads * width;
+  i64 step = is_gated ? 2 * width : width, outputs = query_heads * step + 2 * key_width;
+  float *q = room + rows * outputs, *new_k = q + rows * query_width;
+  float *new_v = new_k + rows * key_width, *out = new_v + rows * key_width;
+  product(PLAIN, PLAIN, rows, outputs, channels, 1.0f, x, channels, qkv, outputs, 0.0f, room);
+  normed_rotary(room, q_norm, q, cos, sin, rows, query_heads, width, outputs, step, rotated, epsilon,
+                offset);
+  normed_rotary(room + query_heads * step, k_norm, new_k, cos, sin, rows, key_heads, width, outputs,
+                width, rotated, epsilon, offset);
+  for (i64 r = 0; r < rows; r++)
+    memcpy(new_v + r * key_width, room + (r + 1) * outputs - key_width, sizeof(float) * key_width);
+  token_attention(q, new_k, new_v, k, v, places, offsets, bias, out, rows, query_heads, key_heads,
+                  width, row_stride, head_stride, place_stride, longest, scale,
+                  out + rows * query_width, query_heads * longest);
+  for (i64 h = 0; is_gated && h < rows * query_heads; h++) {
+    const float *gate = room + h / query_heads * outputs + h % query_heads * step + width;
+#pragma omp simd
+    for (i64 j = 0; j < width; j++) out[h * width + j] *= 1.0f / (1.0f + fast_exp(-gate[j]));
+  }
+  product(PLAIN, PLAIN, rows, channels, query_width, 1.0f, out, query_width, projection, channels,
+          0.0f, y);
+}
+
+/* A gated DeltaNet layer. `in_proj` gives queries, keys and values, the gate, and per value head beta
+ * and decay before their functions. Token r replaces what row rows_of[r], or r, of inputs[.][J-1][E]
+ * and state[.][N][C][V] holds. `room` has rows * (2 E + 2 N V + 5 N) floats. */
+void token_delta_net(const float *x, const float *in_proj, const float *taps_of,
+                     const float *decay_log, const float *decay_bias, const float *norm,
+                     const float *out_proj, float *inputs, float *state, const i64 *rows_of,
+                     float *y, i64 rows, i64 channels, i64 key_heads, i64 heads, i64 width,
+                     i64 values, i64 taps, float epsilon, float *room) {
+  i64 key_width = key_heads * width, inner = heads * values, mixed = 2 * key_width + inner;
+  i64 outputs = mixed + inner + 2 * heads;
+  float *out = room + rows * outputs, *spare = out + rows * inner;
+  product(PLAIN, PLAIN, rows, outputs, channels, 1.0f, x, channels, in_proj, outputs, 0.0f, room);
+#pragma omp parallel for schedule(static) if (rows > 1)
+  for (i64 r = 0; r < rows; r++) {
+    i64 row = rows_of ? rows_of[r] : r;
+    const float *u = room + r * outputs, *gate = u + mixed, *b = gate + inner, *a = b + heads;
+    float *before = inputs + row * (taps - 1) * mixed, *held = state + row * inner * width;
+    float *q = spare + r * (mixed + 3 * heads), *decay = q + mixed, *beta = decay + heads;
+#pragma omp simd
+    for (i64 e = 0; e < mixed; e++) {
+      float slope, sum = u[e] * taps_of[e * taps + taps - 1];
+      for (i64 j = 0; j < taps - 1; j++) sum += before[j * mixed + e] * taps_of[e * taps + j];
+      q[e] = sum * sigmoid_of(sum, 0, &slope);
+    }
+    memmove(before, before + mixed, sizeof(float) * (taps - 2) * mixed);
+    memcpy(before + (taps - 2) * mixed, u, sizeof(float) * mixed);
+    for (i64 n = 0; n < heads; n++) {
+      float wide = a[n] + decay_bias[n];
+      decay[n] = -expf(decay_log[n]) * (wide > 20.0f ? wide : log1pf(expf(wide)));
+      beta[n] = 1.0f / (1.0f + expf(-b[n]));
+    }
+    delta_token(q, q + key_width, q + 2 * key_width, decay, beta, held, held, out + r * inner, 1,
+                key_heads, heads, width, values);
+    gated_norm_forward(out + r * inner, gate, norm, out + r * inner, beta + heads, heads, values,
+                       epsilon);
+  }
+  product(PLAIN, PLAIN, rows, channels, inner, 1.0f, out, inner, out_proj, channels, 0.0f, y);
 }
 
 /* Gradients of `attention_forward`; a task is a key head of a segment. Gradients are written, not

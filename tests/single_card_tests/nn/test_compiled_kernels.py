@@ -193,6 +193,9 @@ WRONG = {
     "causal_attention": ("inverse[r] = 1.0f / sum;", "inverse[r] = 1.01f / sum;"),
     "rms_norm": ("along /= channels;", "along /= channels + 1;"),
     "apply_rotary": ("o[j] = a[j] * c[j] + a[j + half]", "o[j] = a[j] * c[j] - a[j + half]"),
+    "self_attention": ("*= 1.0f / (1.0f + fast_exp(-gate[j]))", "*= fast_exp(-gate[j])"),
+    "gated_delta_net": ("wide > 20.0f ? wide : log1pf(expf(wide))", "wide"),
+    "swiglu_mlp": ("gated_forward(room, room + inner", "gated_forward(room, room"),
 }
 
 
