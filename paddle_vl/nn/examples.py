@@ -267,8 +267,8 @@ def _self_attention(r: Rng, s: Sizes, is_gated: bool, is_paged: bool) -> Inputs:
             return made
         made = KeyValuePool(4 * s.length, s.key_heads, s.head_width, k.dtype)
         for row in range(2):
-            own = PagedKeys([places[row][:-1]], before)
-            made.attend(*(x[row : row + 1] for x in (q, k, v)), own)
+            own = slice(row, row + 1)
+            made.attend(q[own], k[own], v[own], PagedKeys([places[row][:-1]], before))
         made.paged = PagedKeys(places)
         return made
 
