@@ -33,7 +33,7 @@ from paddle_vl.nn.attention import (
     RotaryTables,
     apply_rotary,
     mrope_tables,
-    normed_rotary,
+    self_attention,
     vision_tables,
 )
 from paddle_vl.nn.attention_masks import MASKED_SCORE, SliceMask
@@ -48,6 +48,7 @@ from paddle_vl.nn.operations import (
     activation,
     gelu,
     swiglu,
+    swiglu_mlp,
     times_constant,
 )
 from paddle_vl.nn.placement import Placement, RegionOps
@@ -340,11 +341,11 @@ class SwiGLUMLP(nn.Layer):
             self.down_proj.bias = placement.layers.row_wise(Bias(width)).bias
 
     def forward(self, x_TD: Tensor) -> Tensor:
+        if not self.has_biases:
+            return swiglu_mlp(x_TD, self.gate_up_proj, self.down_proj)
         parts = self.gate_up_proj(x_TD)
-        if self.has_biases:
-            gate, up = parts if len(parts) > 1 else paddle.chunk(parts[0], 2, axis=-1)
-            parts = self.gate_proj(gate), self.up_proj(up)
-        return self.down_proj(swiglu(*parts))
+        gate, up = parts if len(parts) > 1 else paddle.chunk(parts[0], 2, axis=-1)
+        return self.down_proj(swiglu(self.gate_proj(gate), self.up_proj(up)))
 
 
 class VLSelfAttention(nn.Layer):
@@ -377,7 +378,7 @@ class VLSelfAttention(nn.Layer):
         ]
         self.qkv_proj = placement.layers.projections(width, columns, std)
         self.o_proj = placement.layers.row_linear(query_width, width, std)
-        self.has_biases, self.has_norms = config.use_bias, norm_class is not None
+        self.has_biases, self.q_norm, self.k_norm = config.use_bias, None, None
         if self.has_biases:
             for one in columns:
                 bias = placement.layers.channels([one.width], self._bias_of_heads)
@@ -386,6 +387,10 @@ class VLSelfAttention(nn.Layer):
         if norm_class is not None:
             self.q_norm = placement.layers.head_wise(norm_class(config.head_dim, epsilon))
             self.k_norm = placement.layers.head_wise(norm_class(config.head_dim, epsilon))
+
+    @property
+    def biases(self) -> Sequence[Bias]:
+        return (self.q_proj, self.k_proj, self.v_proj) if self.has_biases else ()
 
     def _bias_of_heads(self, width: int) -> Bias:
         """
@@ -407,33 +412,7 @@ class VLSelfAttention(nn.Layer):
         cache: KeyValueCache | None = None,
         packed: PackedSamples | SliceMask | None = None,
     ) -> Tensor:
-        length, width = tables.cos_TH.shape[1], self.head_dim
-        qkv = self.qkv_proj(x_TD)
-        if self.has_biases:
-            biases = self.q_proj, self.k_proj, self.v_proj
-            qkv = [bias(rows) for bias, rows in zip(biases, qkv, strict=True)]
-        q_BLNH, k_BLKH, v_BLKH = [
-            rows.reshape([-1, length, rows.shape[-1] // width, width]) for rows in qkv
-        ]
-        gate_BLNH = None
-        if self.is_gated:
-            gated = q_BLNH.reshape([-1, length, q_BLNH.shape[2] // 2, 2 * width])
-            q_BLNH, gate_BLNH = paddle.split(gated, 2, axis=-1)
-        tables = tables.astype(x_TD.dtype)
-        if self.has_norms:
-            norm, weights = self.q_norm, (self.q_norm.weight, self.k_norm.weight)
-            q_BLNH, k_BLKH = normed_rotary(
-                q_BLNH, k_BLKH, tables, *weights, norm.epsilon, norm.offset
-            )
-        else:
-            q_BLNH, k_BLKH = apply_rotary(q_BLNH, k_BLKH, tables)
-        if cache is not None:
-            out_BLNH = cache.attend(q_BLNH, k_BLKH, v_BLKH, key_bias)
-        else:
-            out_BLNH = self.context.attend(q_BLNH, k_BLKH, v_BLKH, key_bias, packed)
-        if gate_BLNH is not None:
-            out_BLNH = out_BLNH * F.sigmoid(gate_BLNH)
-        return self.o_proj(out_BLNH.reshape([-1, out_BLNH.shape[2] * width]))
+        return self_attention(x_TD, self, tables, key_bias, cache, packed)
 
 
 class VLDecoderLayer(nn.Layer):
