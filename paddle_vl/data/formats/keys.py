@@ -168,6 +168,11 @@ class RowSettings:
     checks: Collection[str] = ()
     html_tables: Literal["keep", "otsl"] = "keep"
 
+    @property
+    def have_tasks(self) -> bool:
+        """Whether a row's task, or what its answers must be, matters."""
+        return bool(self.tasks or self.checks) or self.html_tables != "keep"
+
     def __post_init__(self) -> None:
         if self.boxes not in ("json", "markers"):
             raise ValueError(f"boxes is {self.boxes!r}; use 'json' or 'markers'")

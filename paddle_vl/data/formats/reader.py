@@ -92,10 +92,13 @@ def to_canonical(
     name = format
     try:
         if isinstance(row, Mapping):
-            row = with_question(renamed(row, settings), settings.tasks)
+            row = renamed(row, settings)
+            if settings.tasks:
+                row = with_question(row, settings.tasks)
         name = fitting_format(row, format)
         found = _canonical_row(FORMATS[name].read(row), settings, name)
-        check_tasks(found, settings)
+        if settings.have_tasks:
+            check_tasks(found, settings)
         return found
     except BadSampleError as error:
         read_as = f"a row of format {name}: " if name else ""
