@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paddle_vl.config.schema import LoRAConfig
     from paddle_vl.families.paddleocr_vl.config import PaddleOCRVLConfig
+    from paddle_vl.families.paddleocr_vl.inputs.processor import PaddleOCRVLProcessor
     from paddle_vl.families.paddleocr_vl.model import PaddleOCRVLForConditionalGeneration
     from paddle_vl.families.pi07.config import PI07Config
     from paddle_vl.families.pi07.planner import PI07HighLevelPlanner
@@ -43,6 +44,7 @@ _HOME = {
     "PI07LowLevelPolicy": "paddle_vl.families.pi07.policy",
     "PaddleOCRVLConfig": "paddle_vl.families.paddleocr_vl.config",
     "PaddleOCRVLForConditionalGeneration": "paddle_vl.families.paddleocr_vl.model",
+    "PaddleOCRVLProcessor": "paddle_vl.families.paddleocr_vl.inputs.processor",
     "Qwen3_5Config": "paddle_vl.families.qwen3_5.config",
     "Qwen3_5ForConditionalGeneration": "paddle_vl.families.qwen3_5.model",
     "Qwen3_5MoeForConditionalGeneration": "paddle_vl.families.qwen3_5.model",
@@ -58,6 +60,7 @@ __all__ = [
     "PI07LowLevelPolicy",
     "PaddleOCRVLConfig",
     "PaddleOCRVLForConditionalGeneration",
+    "PaddleOCRVLProcessor",
     "Qwen3VLConfig",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLProcessor",

@@ -241,7 +241,8 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser with all subcommands."""
     parser = Parser(
         prog="paddle-vl",
-        description="Train, evaluate and run Qwen3-VL and pi07 models with PaddlePaddle.",
+        description="Train, evaluate and run models with PaddlePaddle: Qwen3-VL, Qwen3.5, "
+        "PaddleOCR-VL and pi07.",
         epilog=textwrap.dedent(f"""\
             examples:
               paddle-vl train configs/my_run.yaml train.learning_rate=1e-4

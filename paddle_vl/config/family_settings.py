@@ -103,7 +103,8 @@ def settings_help() -> Iterator[tuple[str, tuple[str, ...], Descriptions]]:
     for run, own in of_all.items():
         shared = set(common).union(*(of_all[o] for o in classes if o in run.__mro__[1:]))
         own = {name: described for name, described in own.items() if name not in shared}
-        yield f"settings of {run.family} only", tuple(run.parts), own
+        names = [each.name for each in families() if issubclass(each.settings_class(), run)]
+        yield f"settings of {', '.join(names)} only", tuple(run.parts), own
 
 
 def _is_default(value: Any, field: FieldInfo) -> bool:

@@ -65,7 +65,8 @@ class ModelConfig(Section):
     model.config, or both for a policy with new weights on the backbone in this folder"""
     config: FilePath | dict[str, Any] | None = None
     """configuration of a model with random weights: path of a config.json, its content, or a
-    published size (qwen3-vl-2b); token ids that it leaves out are taken from the tokenizer"""
+    published size (qwen3-vl-2b, paddleocr-vl-1.5); token ids that it leaves out are taken from the
+    tokenizer"""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of weights and activations; bfloat16 adds float32 master weights to the optimizer state
     and needs a GPU"""
@@ -78,9 +79,9 @@ class DataConfig(Section):
     """Data files and how they are loaded."""
 
     train: list[FilePath] = Field(default=[])
-    """JSONL files to train on (image and video paths are relative to their file); for Qwen3-VL also
-    the sources of a pretraining mix, {path, format, weight, name, targets, loss_weight, columns},
-    see docs/pretraining.md"""
+    """JSONL files to train on (image and video paths are relative to their file); except for
+    policies also the sources of a pretraining mix, {path, format, weight, name, targets,
+    loss_weight, columns}, see docs/pretraining.md"""
     eval: list[FilePath] = Field(default=[])
     """data for the evaluation loss; entries as in data.train"""
     processor: FilePath | None = None

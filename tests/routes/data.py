@@ -3,17 +3,21 @@
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import make_demonstrations
 from learn_digit_preferences import write_pairs
+from learn_documents import OPTIONS, write_processor
 from make_digits_corpus import make_digits_corpus
+from make_documents_dataset import TASKS, make_documents_dataset
 from paddle_vl.cli.main import main
 from tests.support.pi07_golden import character_tokenizer
 
 DATA, CORPUS, ARM = "runs/digits/data", "runs/digits_corpus", "data/demonstrations"
+PAGES = "runs/documents"
 VIDEOS = Path(__file__).parents[1] / "data" / "lerobot" / "v21_video" / "videos"
 # Of a file; three steps take 180.
 _ROWS = 320
@@ -24,6 +28,15 @@ images: [image]
 prompt: "{{ ask }}"
 references: right
 metrics: [exact_match]
+generation: {max_new_tokens: 4}
+"""
+_SUITE_OF_PAGES = """\
+name: Lines
+path: runs/documents/data/asked.jsonl
+images: [image]
+prompt: "OCR:"
+references: text
+metrics: [cer, ned]
 generation: {max_new_tokens: 4}
 """
 
@@ -46,6 +59,7 @@ def write_data(folder: Path) -> None:
     assert main(["tokenize", text, "--tokenizer", processor, "--output", tokens]) == 0
     _write_answers(whole / "digits", folder / "pairs")
     _write_demonstrations(folder / ARM)
+    _write_pages(folder / PAGES)
     rows = [
         {
             "messages": [
@@ -67,6 +81,7 @@ def write_data(folder: Path) -> None:
     ]
     write_rows(folder / "runs/asked.jsonl", asked)
     (folder / "runs/suite.yaml").write_text(_SUITE)
+    (folder / "runs/suite_of_pages.yaml").write_text(_SUITE_OF_PAGES)
 
 
 def _write_answers(digits: Path, pairs: Path) -> None:
@@ -77,11 +92,16 @@ def _write_answers(digits: Path, pairs: Path) -> None:
     rows = rows[:: len(rows) // _ROWS]
     write_rows(pairs / "train.jsonl", rows)
     write_rows(pairs / "test.jsonl", rows_of(pairs / "test.jsonl")[::20])
-    for number, row in enumerate(rows):
+    _write_rated(pairs / "rated.jsonl", rows)
+
+
+def _write_rated(file: Path, pairs: Sequence[dict]) -> None:
+    """Pairs as rows of one answer each, a third of them rejected."""
+    for number, row in enumerate(pairs):
         row["label"], other = number % 3 > 0, row.pop("rejected_response")
         if not row["label"]:
             row["messages"][-1]["content"] = other
-    write_rows(pairs / "rated.jsonl", rows)
+    write_rows(file, pairs)
 
 
 def _write_demonstrations(folder: Path) -> None:
@@ -92,6 +112,23 @@ def _write_demonstrations(folder: Path) -> None:
     # Beside the small Gemma 3 of the tests.
     gemma = shutil.copytree(folder / "processor", folder.with_name("gemma_processor"))
     character_tokenizer().save_pretrained(gemma)
+
+
+def _write_pages(folder: Path) -> None:
+    """Pages of every task, their processor, and pairs of answers to lines."""
+    data, options = folder / "data", replace(OPTIONS, held_out=8)
+    make_documents_dataset(data, dict.fromkeys(TASKS, 48), options)
+    write_processor(folder / "processor")
+    asked = [
+        {"image": row["images"][0], "text": row["messages"][1]["content"]}
+        for row in rows_of(data / "text_test.jsonl")
+    ]
+    write_rows(data / "asked.jsonl", asked)
+    pairs = rows_of(data / "text_train.jsonl")
+    for row, other in zip(pairs, pairs[1:] + pairs[:1], strict=True):
+        row["rejected_response"] = other["messages"][1]["content"]
+    write_rows(data / "pairs.jsonl", pairs)
+    _write_rated(data / "rated.jsonl", pairs)
 
 
 def rows_of(file: Path) -> list[dict]:

@@ -3,7 +3,7 @@ capability, on models that the runs of `table` trained on one device."""
 
 from typing import NamedTuple
 
-from tests.routes.table import MOE, PLANNER, POLICY, QWEN3_5, VL
+from tests.routes.table import MOE, OCR, PLANNER, POLICY, QWEN3_5, VL
 
 _EACH = ((VL, "packed"), (MOE, "moe"), (QWEN3_5, "3.5"))
 # A model that has hardly learned says nothing unless its tokens are drawn.
@@ -55,6 +55,11 @@ _FILM = (
     "{tests}/data/lerobot/v21_video/videos/chunk-000/observation.images.front/episode_000000.mp4"
 )
 _TEST = "--data runs/digits/data/test.jsonl --limit 8 --max-new-tokens 6"
+_LINE = "runs/documents/data/images/text_test/000000.png"
+_LINES_OF_TEXT = (
+    "--data runs/documents/data/text_test.jsonl --limit 4 --max-new-tokens 4 --metrics cer ned "
+    "--json {made}.json --predictions {made}.jsonl"
+)
 _HELD_OUT = "--data data/demonstrations/held_out.jsonl"
 _EXACT = r"exact answers:(.|\n)*all answers +\d"
 _ARM = "{tests}/../configs/pi07/tiny_cpu.yaml"
@@ -91,19 +96,28 @@ def _shown(family: str, what: str, run: str) -> Line:
 
 LINES = [
     *(line for family, run in _EACH for line in _evaluations(family, run)),
+    Line(OCR, "metrics", f"evaluate {{ocr}} {_LINES_OF_TEXT}", "ned", (".json", ".jsonl")),
+    Line(OCR, "a benchmark", "evaluate {ocr} --suite runs/suite_of_pages.yaml", "cer"),
     Line(VL, "adapters", f"evaluate {{lora}} {_TEST}", _EXACT),
     Line(POLICY, "losses and errors of actions", f"evaluate {{arm}} {_HELD_OUT}", "(?i)mae"),
     Line(POLICY, "adapters", f"evaluate {{arm openpi}}/checkpoint-2 {_HELD_OUT}", "(?i)mae"),
     Line(PLANNER, "losses", f"evaluate {{planner}} {_HELD_OUT}", "CE"),
     *(Line(family, "an image", f"generate {{{run}}} {_ASK}", _WORD) for family, run in _EACH),
     Line(VL, "a video", f"generate {{packed}} --video {_FILM} --prompt What? {DRAWN}", _WORD),
+    Line(OCR, "a task", f"generate {{ocr}} --image {_LINE} --task text {DRAWN}", _WORD),
     *_checks(VL, "packed", "vllm", "sglang", "fastdeploy", "transformers"),
     *_checks(MOE, "moe", "vllm", "sglang", "fastdeploy", "transformers"),
     *_checks(QWEN3_5, "3.5", "vllm", "sglang", "transformers"),
+    *_checks(OCR, "ocr", "paddlex", "vllm", "fastdeploy", "transformers"),
     Line(VL, "adapters for vllm", "check-folder {adapters} --for vllm", "fits"),
     _shown(VL, "conversations", "packed"),
     _shown(VL, "pairs of answers", "dpo"),
     _shown(VL, "packed documents", "mix"),
+    Line(
+        OCR, "pages with boxes",
+        "show-data {ocr}/config.yaml data.train=[runs/documents/data/spotting_train.jsonl] "
+        "--samples 2 --page {made}.html", r"\[\[.*LOC_\d", (".html",),
+    ),
     _report(VL, "a run", "packed"),
     _report(VL, "runs side by side", "packed", "padded"),
     _report(VL, "seeds as one", "packed", "seeded", more=" --seeds --no-png"),
@@ -135,7 +149,10 @@ LINES = [
 HEAVY_LINES = [
     *(
         Line(family, "ONNX", f"export {{{run}}} {{made}} --onnx", made=("/export.json",))
-        for family, run in ((VL, "packed"), (MOE, "moe"), (POLICY, "arm"), (PLANNER, "planner"))
+        for family, run in (
+            *((VL, "packed"), (MOE, "moe"), (OCR, "ocr")),
+            *((POLICY, "arm"), (PLANNER, "planner")),
+        )
     ),
     Line("all", "this machine", "doctor --quick"),
 ]
@@ -144,7 +161,7 @@ _ONE, _ACTIONS = "the answer of generate", "actions of the policy"
 ANSWERS = {
     "chats": [
         Answers(command, family, _ONE, run)
-        for family, run in _EACH
+        for family, run in (*_EACH, (OCR, "ocr"))
         for command in ("chat", "serve")
     ],
     "asked": [Answers("evaluate --endpoint", VL, "answers of the model", "packed")],
@@ -166,6 +183,11 @@ ANSWERS = {
     ],
 }
 HEAVY_ANSWERS = {
-    "exported": [Answers("export", MOE, _ONE, "moe")],
+    "adapted": [Answers("merge", OCR, "the answer of adapters", "ocr lora")],
+    "exported": [
+        Answers("export", MOE, _ONE, "moe"),
+        Answers("export", OCR, _ONE, "ocr"),
+        Answers("serve of an export", OCR, _ONE, "ocr"),
+    ],
     "served": [Answers("serve-policy of an export", POLICY, _ACTIONS, "arm")],
 }

@@ -114,6 +114,7 @@ _EXPERTS_OF_QWEN3_5 = (
     *_config("model_type=qwen3_5_moe", "text_config.shared_expert_intermediate_size=128"),
     *_EXPERTS[1:],
 )
+_TIED = _config("tie_word_embeddings=true")
 _PADDED = _named(data__packing="false", data__packing_length="null")
 _VIDEOS = _named(data__train="[runs/videos.jsonl]", data__eval="[]")
 _PREFERENCE = ("train.objective=preference",)
@@ -139,13 +140,13 @@ _TEXT_ALONE = (
     "data.train=[{path: runs/digits_corpus/text.jsonl, format: text}]",
     "data.eval=[]",
 )
-_MIX_OF_QWEN3_5 = (
+_CORPUS = (
     *_TOKENS,
     "data.train=[{path: runs/digits_corpus/captions.jsonl, format: image_text, weight: 0.5}, "
     "{path: runs/digits_corpus/pages.jsonl, format: interleaved, weight: 0.5}]",
     "data.eval=[{path: runs/digits_corpus/held_out_text.jsonl, format: text}]",
-    "data.processor=runs/digits_corpus/processor",
 )
+_ITS_PROCESSOR = "data.processor=runs/digits_corpus/processor"
 _WATCHED = _named(
     train__eval_steps=1,
     train__best="{metric: loss, mode: min, patience: 9, load_at_end: true}",
@@ -184,20 +185,48 @@ _GEMMA = (
     *_named(model__policy__prompt_max_length=16, model__policy__response_max_length=16),
 )
 _GEMMA_PLANS = (*_GEMMA_FOLDER, *_config("vlm_config={disable_action_expert: true}"))
+_ALL_SAVED = "train.save_total_limit=null"
+_UNASKED = (_ALL_SAVED, "data.eval=[]", "train.eval=null")
+_PAGES = (
+    "data.train=[{each}]".format(
+        each=", ".join(
+            f"runs/documents/data/{task}_train.jsonl"
+            for task in ("text", "table", "formula", "spotting")
+        )
+    ),
+    *(*_UNASKED, "data.checks=[tables, spotting, text, pixels]"),
+)
+_GUARDED = (
+    *(*_PAGES, *_WATCHED, "train.per_device_eval_batch_size=1"),
+    "data.eval=[{path: runs/documents/data/text_val.jsonl, name: text, metrics: [cer]}, "
+    "{path: runs/documents/data/table_val.jsonl, name: tables, metrics: [teds]}]",
+    "train.eval={metrics: [cer, ned], num_samples: 4, max_new_tokens: 4}",
+    "train.guard={metric: cer, max_drop: 0.05, action: warn}",
+)
+_PAIRS_OF_PAGES = (
+    *(*_PREFERENCE, "preference.loss_type=[sigmoid, bco_pair, sft]"),
+    *("data.train=[runs/documents/data/pairs.jsonl]", "data.max_length=128", *_UNASKED),
+)
+_RATED_PAGES = (
+    *(*_PREFERENCE, *_PADDED, "preference.loss_type=[kto]"),
+    *("data.train=[runs/documents/data/rated.jsonl]", *_UNASKED),
+)
 _MERGERS = _lora(modules_to_save="[mergers]")
 _DORA = _lora(use_dora="true")
 VL, MOE = "Qwen3-VL", "Qwen3-VL with experts"
 QWEN3_5, QWEN3_5_MOE = "Qwen3.5", "Qwen3.5 with experts"
+OCR = "PaddleOCR-VL"
 POLICY, PLANNER = "pi07 policy", "pi07 planner"
 _DIGITS, _DIGITS_3_5 = "quickstart/digits.yaml", "quickstart/digits_qwen3_5.yaml"
 _MIX, _ANSWERS = "quickstart/digits_pretraining.yaml", "quickstart/digits_answers.yaml"
+_DOCUMENTS = "quickstart/documents.yaml"
 _ARM, _PLANS, _EIGHT = "pi07/tiny_cpu.yaml", "pi07/planner_cpu.yaml", "pi07/one_node_8_gpus.yaml"
 _ANSWERING = "answers while training, best, average, freezing by step, rates"
 _ACTING = "errors of actions, best, average, freezing by step, rates"
 _PAIRS, _RATED, _MIXED = "preference of packed pairs", "preference of rated answers", "pretraining"
 RUNS = {
     "packed": Run(VL, "packed", _DIGITS),
-    "tied": Run(VL, "packed, tied head", _DIGITS, _config("tie_word_embeddings=true")),
+    "tied": Run(VL, "packed, tied head", _DIGITS, _TIED),
     "deep": Run(VL, "packed, six layers", _DIGITS, _config("text_config.num_hidden_layers=6"), 3),
     "seeded": Run(VL, "packed, of another seed", _DIGITS, ("train.seed=7",)),
     "padded": Run(VL, "padded, recomputed", _DIGITS, (*_PADDED, "train.recompute=act"), 8),
@@ -229,8 +258,16 @@ RUNS = {
     "3.5 dora": Run(QWEN3_5, "DoRA", _DIGITS_3_5, (*_from("3.5"), *_DORA)),
     "3.5 dpo": Run(QWEN3_5, _PAIRS, _DIGITS_3_5, (*_from("3.5"), *_DPO)),
     "3.5 kto": Run(QWEN3_5, _RATED, _DIGITS_3_5, (*_from("3.5"), *_KTO), 8),
-    "3.5 mix": Run(QWEN3_5, _MIXED, _DIGITS_3_5, _MIX_OF_QWEN3_5),
+    "3.5 mix": Run(QWEN3_5, _MIXED, _DIGITS_3_5, (*_CORPUS, _ITS_PROCESSOR)),
     "3.5 moe": Run(QWEN3_5_MOE, "packed", _DIGITS_3_5, _EXPERTS_OF_QWEN3_5),
+    "ocr": Run(OCR, "packed, tied head", _DOCUMENTS, (*_PAGES, *_TIED)),
+    "ocr padded": Run(OCR, "padded", _DOCUMENTS, (*_PAGES, *_PADDED), 8),
+    "ocr guarded": Run(OCR, f"{_ANSWERING}, guard", _DOCUMENTS, _GUARDED),
+    "ocr lora": Run(OCR, "LoRA", _DOCUMENTS, (*_from("ocr"), *_PAGES, *_MERGERS)),
+    "ocr dora": Run(OCR, "DoRA", _DOCUMENTS, (*_from("ocr"), *_PAGES, *_DORA)),
+    "ocr dpo": Run(OCR, _PAIRS, _DOCUMENTS, (*_from("ocr"), *_PAIRS_OF_PAGES)),
+    "ocr kto": Run(OCR, _RATED, _DOCUMENTS, (*_from("ocr"), *_RATED_PAGES), 8),
+    "ocr mix": Run(OCR, _MIXED, _DOCUMENTS, (*_CORPUS, "train.eval=null", _ALL_SAVED)),
     "arm": Run(POLICY, "demonstrations", _ARM),
     "arm watched": Run(POLICY, _ACTING, _ARM, (*_ACTED, "data.image_transforms=openpi")),
     "arm openpi": Run(POLICY, "LoRA of openpi", _ARM, (*_from("arm"), "model.lora=openpi")),
@@ -328,6 +365,7 @@ FAMILIES = [
     *_rows("3.5 kto", "mp2 SP"),
     *_rows("3.5 mix", "dp2"),
     *_rows("3.5 moe", "ep2", "ep2 mp2 SP"),
+    *_rows("ocr", "1 rank -> 1 rank", "mp2 SP -> pp2"),
 ]
 POLICIES = [
     *_rows("arm", "dp2 -> mp2 SP", "mp2 SP -> pp2", "pp2", "sharding2", "sharding2 stage 2"),
@@ -346,10 +384,19 @@ POLICIES = [
     *_rows("planner lora", "sharding2 stage 3"),
     *_rows("planner dora", "mp2 SP"),
 ]
-# Of four ranks.
 HEAVY = [
     *_rows("packed", "mp2 SP pp2", "sharding2 stage 3 mp2 SP", "sharding2 pp2"),
     *_rows("packed", "dp2 sharding2 stage 2", "cp2 gather mp2 SP", "cp2 ulysses mp2 SP"),
     *_rows("packed", "cp2 gather pp2", "cp2 ulysses pp2", "colocated dp2 pp2"),
+    *_rows("ocr", "dp2", "pp2", "sharding2", "sharding2 stage 2"),
+    *_rows("ocr", "sharding2 stage 3 -> sharding2 stage 3", "cp2 gather", "cp2 ulysses stage 3"),
+    *_rows("ocr", "colocated pp2, tower mp2 -> colocated pp2"),
+    *_rows("ocr padded", "mp2 SP", "colocated pp2"),
+    *_rows("ocr guarded", "mp2 SP -> sharding2 stage 3", "colocated pp2"),
+    *_rows("ocr lora", "mp2 SP", "sharding2 stage 3 -> pp2"),
+    *_rows("ocr dora", "mp2 SP", "colocated pp2"),
+    *_rows("ocr dpo", "mp2 SP", "pp2", "sharding2 stage 2"),
+    *_rows("ocr kto", "mp2 SP"),
+    *_rows("ocr mix", "dp2"),
 ]
 TRAINING = [*CONVERSATIONS, *FAMILIES, *POLICIES]

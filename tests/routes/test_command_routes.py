@@ -129,7 +129,7 @@ def test_merged_and_served_adapters_are_those_of_the_run(routes: Routes, row: An
         return
     checkpoint, merged = f"{adapters}/checkpoint-3", routes.new_path()
     routes.command("merge", checkpoint, merged)
-    if row.run == "lora":
+    if row.run.endswith("lora"):
         assert generated(routes, merged) == generated(routes, adapters)
         return
     found, wanted = (

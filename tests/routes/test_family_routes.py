@@ -1,4 +1,4 @@
-"""Training of Qwen3-VL with experts and of Qwen3.5, as in test_conversation_routes.py."""
+"""Training of Qwen3-VL with experts, Qwen3.5, PaddleOCR-VL, as in test_conversation_routes.py."""
 
 import pytest
 

@@ -36,6 +36,7 @@ _HERE = str(Path(__file__).resolve())
 DATA = {
     "qwen3_vl": ("make_digits_dataset.py", "train.jsonl", ""),
     "qwen3_5": ("make_digits_dataset.py", "train.jsonl", ""),
+    "paddleocr_vl": ("make_documents_dataset.py", "text_train.jsonl", "text=1 --held-out 1"),
     "pi07": ("make_demonstrations.py", "arm-joint.jsonl",
              "--state-dim 32 --action-dim 32 --chunk-size 50 --action-vocab-size 1024"),
 }  # fmt: skip
@@ -219,6 +220,11 @@ def make_data(family: str, folder: Path) -> Path:
     command = [sys.executable, str(ROOT / "tools" / tool), str(folder), *options.split()]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
+    if family == "paddleocr_vl":
+        from paddle_vl.families.paddleocr_vl.inputs.processor import PaddleOCRVLProcessor
+
+        made = PaddleOCRVLProcessor.from_texts([], 1400, patch_size=16)
+        made.save_pretrained(folder / "processor")
     return folder / file
 
 

@@ -27,7 +27,7 @@ PROMPTS, RUNS = (1, 8), 4
 IDS = {"image_token_id": 2040, "vision_start_token_id": 2041, "vision_end_token_id": 2042,
        "video_token_id": 2043}  # fmt: skip
 # Beginnings of HF's classes by the `model_type` of a configuration file.
-CLASSES = {"qwen3_vl": "Qwen3VL", "qwen3_5": "Qwen3_5"}
+CLASSES = {"qwen3_vl": "Qwen3VL", "qwen3_5": "Qwen3_5", "paddleocr_vl": "PaddleOCRVL"}
 
 
 def samples(config: Any, settings: dict[str, Any], size: int) -> dict[str, np.ndarray]:
@@ -40,11 +40,14 @@ def samples(config: Any, settings: dict[str, Any], size: int) -> dict[str, np.nd
     ids[:, FIRST_PAD - 1] = config.vision_start_token_id
     ids[:, FIRST_PAD : FIRST_PAD + pads] = config.image_token_id
     ids[:, FIRST_PAD + pads] = config.vision_end_token_id
-    patch_dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    if config.model_type == "paddleocr_vl":
+        patch = [vision.num_channels, vision.patch_size, vision.patch_size]
+    else:
+        patch = [vision.in_channels * vision.temporal_patch_size * vision.patch_size**2]
     return {
         "input_ids": ids,
         "attention_mask": np.ones_like(ids),
-        "pixel_values": rng.standard_normal((size * side**2, patch_dim), np.float32),
+        "pixel_values": rng.standard_normal((size * side**2, *patch), np.float32),
         "image_grid_thw": np.array([[1, side, side]] * size),
     }
 
@@ -122,7 +125,7 @@ def of_hf(options: argparse.Namespace) -> dict[str, Any]:
     settings = yaml.safe_load(Path(options.config).read_text(encoding="utf-8"))
     values = settings["model"]["config"]
     kind = CLASSES[values.get("model_type", "qwen3_vl")]
-    config = getattr(transformers, f"{kind}Config")(**values, **IDS)
+    config = getattr(transformers, f"{kind}Config")(**values | IDS)
     model_class = getattr(transformers, f"{kind}ForConditionalGeneration")
     model = model_class._from_config(config, attn_implementation="sdpa").float()
     measure, count = answer_seconds, options.tokens

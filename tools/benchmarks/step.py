@@ -2,6 +2,7 @@
 
     python tools/benchmarks/step.py --family qwen3_vl
     python tools/benchmarks/step.py --family qwen3_vl --against PYTHON   # HF transformers on torch
+    python tools/benchmarks/step.py --family paddleocr_vl --against PYTHON
     python tools/benchmarks/step.py --family pi07 --against PYTHON       # OpenTau on torch
     python tools/benchmarks/step.py --family pi07 train.recompute=full   # against the default
     python tools/benchmarks/step.py --family pi07 --no-compiler          # also without C kernels
@@ -28,9 +29,12 @@ import harness
 from harness import ROOT, Result, Round, Table
 
 WARM_UP = 3
-# `paddle_vl.profile.workload.Workload`; the answer fills the 511 tokens of a sample.
+# `paddle_vl.profile.workload.Workload`; the answer fills `data.max_length`.
 _IMAGE = {"image_side": 512, "answer_tokens": 238}
-WORKLOADS = {"qwen3_vl": _IMAGE, "qwen3_5": _IMAGE, "pi07": {}}
+WORKLOADS = {
+    "qwen3_vl": _IMAGE, "qwen3_5": _IMAGE, "paddleocr_vl": _IMAGE | {"answer_tokens": 225},
+    "pi07": {},
+}  # fmt: skip
 CONFIGS = {name: ROOT / f"configs/bench/{name}_step.yaml" for name in WORKLOADS}
 PHASES = {"data wait": "dataload_wait", "forward": "forward", "backward": "bwd",
           "optimizer": "optim_step"}  # fmt: skip
@@ -39,6 +43,7 @@ OURS, NO_COMPILER = "paddle-vl", "paddle-vl, no compiler"
 REFERENCES = {
     "qwen3_vl": ("HF transformers", "hf"),
     "qwen3_5": ("HF transformers", "hf"),
+    "paddleocr_vl": ("HF transformers", "hf"),
     "pi07": ("OpenTau", "opentau"),
 }
 
