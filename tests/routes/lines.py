@@ -96,8 +96,14 @@ def _shown(family: str, what: str, run: str) -> Line:
 
 LINES = [
     *(line for family, run in _EACH for line in _evaluations(family, run)),
-    Line(OCR, "metrics", f"evaluate {{ocr}} {_LINES_OF_TEXT}", "ned", (".json", ".jsonl")),
-    Line(OCR, "a benchmark", "evaluate {ocr} --suite runs/suite_of_pages.yaml", "cer"),
+    Line(
+        OCR, "metrics", f"evaluate {{ocr}} {_LINES_OF_TEXT}",
+        r"text: \{answers: 4, cer: \d.*, ned: \d", (".json", ".jsonl"),
+    ),
+    Line(
+        OCR, "a benchmark", "evaluate {ocr} --suite runs/suite_of_pages.yaml",
+        r"\{answers: 8, cer: \d.*, ned: \d",
+    ),
     Line(VL, "adapters", f"evaluate {{lora}} {_TEST}", _EXACT),
     Line(POLICY, "losses and errors of actions", f"evaluate {{arm}} {_HELD_OUT}", "(?i)mae"),
     Line(POLICY, "adapters", f"evaluate {{arm openpi}}/checkpoint-2 {_HELD_OUT}", "(?i)mae"),
