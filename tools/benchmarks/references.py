@@ -40,10 +40,10 @@ def samples(config: Any, settings: dict[str, Any], size: int) -> dict[str, np.nd
     ids[:, FIRST_PAD - 1] = config.vision_start_token_id
     ids[:, FIRST_PAD : FIRST_PAD + pads] = config.image_token_id
     ids[:, FIRST_PAD + pads] = config.vision_end_token_id
-    if config.model_type == "paddleocr_vl":
-        patch = [vision.num_channels, vision.patch_size, vision.patch_size]
-    else:
+    if hasattr(vision, "in_channels"):
         patch = [vision.in_channels * vision.temporal_patch_size * vision.patch_size**2]
+    else:  # PaddleOCR-VL's patches are pictures.
+        patch = [vision.num_channels, vision.patch_size, vision.patch_size]
     return {
         "input_ids": ids,
         "attention_mask": np.ones_like(ids),
