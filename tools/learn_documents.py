@@ -29,11 +29,11 @@ from make_documents_dataset import ALPHABET, Options, make_documents_dataset
 ROOT = harness.ROOT
 CONFIGS = ROOT / "configs" / "quickstart"
 READ, TABLES = CONFIGS / "documents.yaml", CONFIGS / "documents_tables.yaml"
-ROWS = {"text": 60000, "table": 8000}
-# Short lines and small tables, in four fonts.
+ROWS = {"text": 30000, "table": 4000}
+# Fields of a form and small tables, in four fonts.
 OPTIONS = Options(
-    letters=(1, 12), lines=(1, 1), cells=(2, 3), cell_letters=(1, 4), font_size=(20, 24),
-    num_fonts=4,
+    letters=(1, 8), lines=(1, 1), cells=(2, 2), cell_letters=(1, 4), font_size=(24, 26),
+    least_width=160, num_fonts=4,
 )  # fmt: skip
 VOCAB_SIZE, PATCH_SIZE = 1400, 8
 MAX_DROP = 0.05
