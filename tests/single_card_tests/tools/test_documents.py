@@ -11,6 +11,7 @@ import json
 import sys
 from itertools import product
 from pathlib import Path
+from typing import Any, cast
 
 import matplotlib
 import numpy as np
@@ -100,26 +101,26 @@ def test_rules_of_a_table_bound_the_cells_of_its_answer(documents):
     num_merged = 0
     for answer, page in rows_of(documents, "table_train"):
         table = read_otsl(answer)
-        regions, _ = ndimage.label(~is_ink(page))
-        boxes = [(rows, columns) for rows, columns in ndimage.find_objects(regions)]
+        ink = is_ink(page)
+        found = ndimage.find_objects(cast(Any, ndimage.label(~ink))[0])
         # Without holes of letters and the margin.
         boxes = [
-            (rows, columns)
-            for rows, columns in boxes
-            if rows.stop - rows.start > 15 and columns.stop - columns.start > 15 and rows.start > 0
+            box
+            for box in found
+            if min(side.stop - side.start for side in box) > 15 and box[0].start > 0
         ]
         tops, lefts = (sorted({box[axis].start for box in boxes}) for axis in (0, 1))
-        found = [
+        cells = [
             (
                 tops.index(rows.start),
                 lefts.index(columns.start),
                 sum(rows.start <= top < rows.stop for top in tops),
                 sum(columns.start <= left < columns.stop for left in lefts),
-                bool(is_ink(page)[rows, columns].any()),
+                bool(ink[rows, columns].any()),
             )
             for rows, columns in boxes
         ]
-        assert sorted(found) == [
+        assert sorted(cells) == [
             (cell.row, cell.column, cell.row_span, cell.column_span, bool(cell.text))
             for cell in table.cells
         ]
