@@ -48,7 +48,7 @@ MATH_FONTS = ("cm", "stix", "dejavusans", "dejavuserif")
 ALPHABET = string.ascii_letters + string.digits + " .,:-/%()"
 TASKS = ("text", "table", "formula", "spotting")
 SPLITS = ("test", "val", "train")
-# Share of tables with a merged cell, and of empty cells.
+# Share of tables that get a merged cell where there is room, and of empty cells.
 SPAN_SHARE, EMPTY_SHARE = 0.3, 0.1
 # Attempts to draw an answer that no other split has.
 MAX_DRAWS = 1000
