@@ -248,14 +248,8 @@ def vision_layout(
     Raises:
         ValueError: an empty grid, or one that merge blocks do not tile, with its item number.
     """
-    grid_thw = np.asarray(grid_thw, dtype=np.int64).reshape(-1, 3)
     places = []
-    for item, (t, h, w) in enumerate(grid_thw):
-        if min(t, h, w) < 1 or h % merge or w % merge:
-            raise ValueError(
-                f"vision item {item} has grid {[int(t), int(h), int(w)]}: frames must be at least "
-                f"1, and height and width positive multiples of the merge size {merge}"
-            )
+    for t, h, w in _tiled(grid_thw, merge):
         blocks = (h // merge, merge, w // merge, merge)
         y, x = (
             axis.reshape(blocks).transpose(0, 2, 1, 3).reshape(-1)
@@ -278,14 +272,30 @@ def patch_places(grid_thw: np.ndarray, vision: Any) -> dict[str, np.ndarray]:
 
 
 def in_blocks(grid_thw: np.ndarray, merge: int) -> np.ndarray:
-    """Of patches in raster order (frame, row, column), the numbers in merge-block order: `[P]`."""
+    """Of patches in raster order (frame, row, column), the numbers in merge-block order: `[P]`.
+
+    Raises:
+        ValueError: as of `vision_layout`.
+    """
     orders, start = [], 0
-    for t, h, w in np.asarray(grid_thw, dtype=np.int64).reshape(-1, 3):
+    for t, h, w in _tiled(grid_thw, merge):
         numbers = np.arange(start, start + t * h * w)
         blocks = numbers.reshape(t, h // merge, merge, w // merge, merge)
         orders.append(blocks.transpose(0, 1, 3, 2, 4).reshape(-1))
         start += t * h * w
     return np.concatenate(orders)
+
+
+def _tiled(grid_thw: np.ndarray, merge: int) -> np.ndarray:
+    """Grids as int64 `[I, 3]`, of frames that merge blocks tile."""
+    grid_thw = np.asarray(grid_thw, dtype=np.int64).reshape(-1, 3)
+    for item, (t, h, w) in enumerate(grid_thw):
+        if min(t, h, w) < 1 or h % merge or w % merge:
+            raise ValueError(
+                f"vision item {item} has grid {[int(t), int(h), int(w)]}: frames must be at least "
+                f"1, and height and width positive multiples of the merge size {merge}"
+            )
+    return grid_thw
 
 
 def frame_runs(grid_thw: np.ndarray) -> tuple[tuple[int, int], ...]:

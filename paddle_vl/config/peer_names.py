@@ -58,10 +58,11 @@ PEERS = {
     "parallel.expert_capacity_factor": "moe_expert_capacity_factor expert_capacity_factor "
     "moe_capacity_factor capacity_factor",
     "parallel.sharding_degree": "sharding_parallel_degree sharding_parallel_size sharding_size",
-    "parallel.sharding_stage": "sharding deepspeed zero_stage zero fsdp fsdp_config stage",
+    "parallel.sharding_stage": "sharding deepspeed zero_stage zero fsdp fsdp_config",
     "parallel.num_virtual_stages": "virtual_pp_degree vpp "
     "virtual_pipeline_model_parallel_size",
     "parallel.timeout_s": "ddp_timeout",
+    "train.objective": "stage",
     "train.objective=preference": "rlhf_type",
     "preference.loss_type": "pref_loss",
     "preference.beta": "pref_beta",

@@ -259,7 +259,7 @@ def model_to_export(
         model, decode_with_past, decode_with_past_specs(model), "decoder", past
     )
     return ModelToExport(
-        model.model_type,
+        str(model.model_type),
         sizes,
         programs,
         save_files,

@@ -131,7 +131,7 @@ class PaddleOCRVLConfig(VLConfig):
     embedding_key: ClassVar[str] = "model.embed_tokens.weight"
 
     text_config: PaddleOCRTextConfig
-    vision_config: PaddleOCRVisionConfig
+    vision_config: PaddleOCRVisionConfig = field(default_factory=PaddleOCRVisionConfig)
 
     def tied_by(self, stored: Mapping[str, Any]) -> "PaddleOCRVLConfig":
         # The hub's files say false, also where both tensors are equal.
@@ -180,7 +180,8 @@ class PaddleOCRVLConfig(VLConfig):
                 PaddleOCRVisionConfig, vision, "vision_config", types[1], INERT_KEYS
             ),
         }
-        return cls(**known | sections | ties | {"tie_flags_agree": True})
+        whole: dict[str, Any] = known | sections | ties | {"tie_flags_agree": True}
+        return cls(**whole)
 
     def to_dict(self) -> dict[str, Any]:
         """The content of config.json in the hub's dialect. Its tie flag is false, as there: where

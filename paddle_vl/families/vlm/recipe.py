@@ -101,6 +101,8 @@ class VLRecipe(Family):
             if not given:
                 raise
             raise ValueError(f"{folder} with {', '.join(given)}: {error}") from error
+        if "pixels" in data.checks:
+            self.processor = self.processor.refusing_shrunk()
         if self.processor.template.prints_date and data.template_date is None:
             raise ValueError(
                 f"the chat template in {folder} prints today's date, so that a resumed run would "

@@ -22,6 +22,7 @@ from paddle_vl.families.paddleocr_vl.inputs.tokenizer import (
     SENTENCE_START,
     UNKNOWN,
     VIDEO,
+    as_sentencepiece,
     train_tokenizer,
 )
 from paddle_vl.families.paddleocr_vl.inputs.versions import (
@@ -209,7 +210,8 @@ class PaddleOCRVLProcessor(VLProcessor):
             tokenizer.backend,
             **cls.template_settings(),
         )
-        return cls(tokenizer, images, None, {"chat_template.jinja": TEMPLATE}, template)
+        carried = {"chat_template.jinja": TEMPLATE, "tokenizer.model": as_sentencepiece(tokenizer)}
+        return cls(tokenizer, images, None, carried, template)
 
     def _tokenizer_config(self) -> dict[str, Any]:
         # Without add_bos_token PaddleX puts <s> in front of every prompt.

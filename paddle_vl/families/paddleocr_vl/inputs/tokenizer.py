@@ -4,7 +4,6 @@ The kind is SentencePiece's BPE with byte fallback: a space is U+2581 and none i
 and a character without a piece becomes its bytes.
 """
 
-import json
 from collections.abc import Iterable, Sequence
 
 from tokenizers import (
@@ -19,6 +18,7 @@ from tokenizers import (
 
 from paddle_vl.data.formats.otsl import TAGS
 from paddle_vl.data.formats.spotting import UNITS
+from paddle_vl.families.paddleocr_vl.inputs.sentencepiece_file import Kind, sentencepiece_file
 from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer
 
 UNKNOWN, SENTENCE_START, SENTENCE_END = "<unk>", "<s>", "</s>"
@@ -65,9 +65,13 @@ def train_tokenizer(
             f"vocab_size {vocab_size} is too small: bytes, control tokens and the letters of the "
             f"texts need {len(names) + len(last)}"
         )
-    # Pairs, or in older versions of the library their texts.
-    merges = json.loads(trained.to_str())["model"]["merges"]
-    merges = [tuple(each.split(" ")) if isinstance(each, str) else tuple(each) for each in merges]
+    # As in SentencePiece any two pieces merge that are one together, the first of these first.
+    merges = [
+        (name[:place], name[place:])
+        for name in names[len(names) - len(numbers) :]
+        for place in range(1, len(name))
+        if name[:place] in numbers and name[place:] in numbers
+    ]
     tokenizer = Tokenizer(
         models.BPE(
             vocab={name: number for number, name in enumerate(names)},
@@ -84,6 +88,17 @@ def train_tokenizer(
     tokenizer.add_special_tokens([_added(token, True) for token in (*_FIRST, *media)])
     tokenizer.add_tokens([_added(token, False) for token in answer_tokens])
     return TextTokenizer(tokenizer, hf_class=HF_CLASS)
+
+
+def as_sentencepiece(tokenizer: TextTokenizer) -> bytes:
+    """The file `tokenizer.model` of a tokenizer of `train_tokenizer`."""
+    ids = tokenizer.backend.get_vocab()
+    kinds = {UNKNOWN: Kind.UNKNOWN, SENTENCE_START: Kind.CONTROL, SENTENCE_END: Kind.CONTROL}
+    kinds |= dict.fromkeys(_BYTES, Kind.BYTE)
+    added = {token.content for token in tokenizer.backend.get_added_tokens_decoder().values()}
+    kinds = dict.fromkeys(added, Kind.USER_DEFINED) | kinds
+    names = sorted(ids, key=ids.__getitem__)
+    return sentencepiece_file((name, kinds.get(name, Kind.NORMAL)) for name in names)
 
 
 def _added(token: str, is_special: bool) -> AddedToken:

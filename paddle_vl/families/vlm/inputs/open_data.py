@@ -40,15 +40,6 @@ def open_conversations(
         BadSampleError: where bad samples are not skipped, the first.
         ValueError: an entry names nothing, or there are no rows.
     """
-    of_tasks = [name for name in ("tables", "spotting") if name in data.checks]
-    of_tasks += ["otsl"] if data.html_tables == "otsl" else []
-    if of_tasks and not processor.task_prompts:
-        raise ValueError(
-            f"{', '.join(of_tasks)} in data.checks or data.html_tables is for models with task "
-            "prompts, as PaddleOCR-VL: leave it out"
-        )
-    if "pixels" in data.checks:
-        processor = processor.refusing_shrunk()
     make_reader = partial(row_reader, data, processor, reader_class=reader_class)
     files = [entry for entry in entries if isinstance(entry, str) and is_lines(Path(entry))]
     if len(files) == len(entries) and data.mix_strategy == "concat":
@@ -85,7 +76,18 @@ def row_reader(
     source: RowSourceConfig | None = None,
     reader_class: Callable[..., RowReader] = RowReader,
 ) -> RowReader:
-    """The reader of the rows of a source, or of files without settings of their own."""
+    """The reader of the rows of a source, or of files without settings of their own.
+
+    Raises:
+        ValueError: a setting of tasks, which the model has not.
+    """
+    of_tasks = [name for name in ("tables", "spotting") if name in data.checks]
+    of_tasks += ["otsl"] if data.html_tables == "otsl" else []
+    if of_tasks and not processor.task_prompts:
+        raise ValueError(
+            f"{', '.join(of_tasks)} in data.checks or data.html_tables is for models with task "
+            "prompts, as PaddleOCR-VL: leave it out"
+        )
     own = source or RowSourceConfig(path=".")
     settings = RowSettings(
         data.boxes,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from copy import copy
 from datetime import date, datetime, time
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from paddle_vl.config.families import model_values, processor_class
 from paddle_vl.data.formats.canonical import ROLES
@@ -61,6 +61,8 @@ _EQUAL_TEMPLATES = (
     hashlib.sha256(JINJA_TEMPLATE.strip().encode()).hexdigest(),
     "9d879ef91075acbfb2df7e441fd79d60bacfca989cf6d511d2af45c681e94f10",
 )
+
+P = TypeVar("P", bound="VLProcessor")
 
 
 class VLProcessor(ChatInputs):
@@ -169,7 +171,7 @@ class VLProcessor(ChatInputs):
 
     @classmethod
     def from_pretrained(
-        cls,
+        cls: type[P],
         directory: str | os.PathLike,
         *,
         min_pixels: int | None = None,
@@ -184,7 +186,7 @@ class VLProcessor(ChatInputs):
         earlier_reasoning: EarlierReasoning = "refuse",
         template_date: date | None = None,
         model_type: str | None = None,
-    ) -> "VLProcessor":
+    ) -> P:
         """Read the processor files of a checkpoint directory, or of a model named on a hub.
 
         Args:
@@ -206,7 +208,7 @@ class VLProcessor(ChatInputs):
                 chat template cannot be compiled.
         """
         directory = path_or_download(os.fspath(directory))
-        kind: type[VLProcessor] = cls
+        kind: type[Any] = cls
         if cls is VLProcessor:
             kind = processor_class(directory, model_type)
         image_processor = kind.image_processor_class.from_pretrained(

@@ -101,14 +101,15 @@ def _grids(batch: VLBatch, merge: int) -> dict[str, Any]:
     patches in merge-block order."""
     found: dict[str, Any] = {}
     for name, pixels in zip(GRIDS, PIXELS, strict=True):
-        grid, of_kind = host_array(batch.get(name)), batch.get(pixels)
+        grid: Any = host_array(batch.get(name))
+        of_kind: Any = batch.get(pixels)
         if grid is not None or of_kind is not None:
             if batch.own_patches is None and batch.visual_sections is None:
                 count = None if of_kind is None else of_kind.shape[0]
                 grid = checked_grid(name.partition("_")[0], count, grid)
             found[name] = grid
-        if of_kind is not None and len(of_kind.shape) == 4:
-            order = in_blocks(grid, merge)
+        if grid is not None and of_kind is not None and len(of_kind.shape) == 4:
+            order: Any = in_blocks(grid, merge)
             if isinstance(of_kind, Tensor):
                 order = device_tensor(order)
             flat = of_kind.reshape([of_kind.shape[0], -1])

@@ -1,5 +1,6 @@
 """Rows of documents: those of ERNIEKit and PaddleFormers, tasks by name, checks of answers."""
 
+import io
 import json
 from pathlib import Path
 
@@ -135,15 +136,21 @@ def test_answers_are_checked_where_asked_alone(folder):
     assert len(opened(folder, rows[1:], checks=["tables"])) == 2
 
 
-def test_large_images_are_bad_samples_where_asked(folder):
+def test_large_images_are_bad_samples_where_asked(folder, capsys):
     Image.new("RGB", (64, 64)).save(folder / "b.png")
     row = asked("<image>OCR:", "red", "b.png")
     assert opened(folder, [row])[0]["image_grid_thw"].tolist() == [[1, 4, 4]]
-    data = opened(folder, [row], checks=["pixels"])
+    data = opened(folder, [row], PROCESSOR.refusing_shrunk())
     for read in (data.__getitem__, data.lengths):
         with pytest.raises(BadSampleError, match=r"rows\.jsonl:1: image 1 .* would be shrunk"):
             read(0)
     assert data.length_settings() != opened(folder, [row]).length_settings()
+    run_file = write_document_run(folder)
+    write_records(folder / "large.jsonl", [row])
+    shows = ["show-data", str(run_file), f"data.train=[{folder / 'large.jsonl'}]"]
+    assert main(shows) == 1
+    assert "would be shrunk to 256 pixels" in capsys.readouterr().err
+    assert main([*shows, "data.checks=[]"]) == 0
 
 
 def test_tables_of_html_are_learned_as_otsl_where_asked(folder):
@@ -163,7 +170,7 @@ def test_checks_of_tasks_are_for_models_that_have_them(folder):
     assert to_canonical(asked("", "red", task="table")).messages[0]["content"] == []
 
 
-def test_a_run_of_documents_and_its_answers(tmp_path, capsys):
+def test_a_run_of_documents_and_its_answers(tmp_path, capsys, monkeypatch):
     run_file, page = write_document_run(tmp_path), tmp_path / "samples.html"
     assert main(["show-data", str(run_file), "--samples", "4", "--page", str(page)]) == 0
     assert '<polygon points="0 250 500 250 500 750 0 750"/>' in page.read_text()
@@ -177,7 +184,11 @@ def test_a_run_of_documents_and_its_answers(tmp_path, capsys):
     for question in (["--task", "table"], ["--prompt", "Table Recognition:"]):
         assert main([*ask, *question, "--max-new-tokens", "4"]) == 0
         answers.append(capsys.readouterr().out)
-    assert answers[0] == answers[1] != ""
+    lines = f"/image {tmp_path / 'page0.png'}\n/task table\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    assert main(["chat", "--model", str(final), "--max-new-tokens", "4"]) == 0
+    answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] == answers[2] != ""
     for question, told in (
         (["--task", "photo"], "no task 'photo'; its tasks are: text, table, formula"),
         ([], "give either --prompt or --task"),

@@ -12,6 +12,7 @@ from check_paddlex import check, environment, made_up_pictures
 from paddle_vl.cli.main import main
 from paddle_vl.testing.tiny_run import write_pictures
 from tests.single_card_tests.families.paddleocr_vl.test_ocr_folder_check import ROWS
+from tests.support.document_run import write_document_run
 from tests.support.ocr_folders import write_folder
 
 pytestmark = pytest.mark.heavy
@@ -58,6 +59,12 @@ def test_a_trained_folder_gives_our_answers(kind, tuned, python, questions, tmp_
     weights = [(each / "model.safetensors").read_bytes() for each in (folder, trained)]
     assert weights[0] != weights[1]
     for line in check(trained, questions, python, 16):
+        assert line.startswith("equal: "), line
+
+
+def test_a_model_of_fresh_weights_with_a_tokenizer_of_its_own(python, questions, tmp_path):
+    assert main(["train", str(write_document_run(tmp_path))]) == 0
+    for line in check(tmp_path / "out" / "final", questions, python, 8):
         assert line.startswith("equal: "), line
 
 

@@ -182,6 +182,8 @@ def test_patches_in_raster_order_are_those_in_blocks():
     for pixels in (raster, paddle.to_tensor(raster)):
         found = model(**BATCH | {"pixel_values": pixels}).logits.numpy()
         np.testing.assert_array_equal(found, wanted)
+    with pytest.raises(ValueError, match=r"vision item 0 has grid \[1, 8, 3\]: frames must be"):
+        in_blocks(np.array([[1, 8, 3]]), 2)
 
 
 def test_the_padding_token_is_read_and_not_trained():

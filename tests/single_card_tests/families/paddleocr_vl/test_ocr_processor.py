@@ -7,6 +7,7 @@ the version of the template is told, and a folder that would train on other prom
 import json
 import logging
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +17,14 @@ from PIL import Image
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.paddleocr_vl.inputs.processor import PaddleOCRVLProcessor
 from paddle_vl.families.paddleocr_vl.inputs.tokenizer import train_tokenizer
+from paddle_vl.families.paddleocr_vl.recipe import PaddleOCRVLRecipe
+from paddle_vl.families.paddleocr_vl.settings import PaddleOCRVLRun
 from paddle_vl.families.vlm.inputs.processor import VLProcessor, generation_settings
 from parity import paddleocr_vl_inputs
 from parity.golden import PaddleOCRFolders
+from tests.single_card_tests.train.tiny_run import write_records
 from tests.support.document_run import make_processor
+from tests.support.ocr_folders import IMAGES, write_folder
 from tests.support.tiny import GOLDEN
 
 CASES = GOLDEN / "paddleocr_vl"
@@ -115,6 +120,31 @@ def test_the_version_is_told_once_and_limits_of_another_are_a_warning(tmp_path, 
     told, warned = (record.getMessage() for record in caplog.records)
     assert "is of PaddleOCR-VL 1.0: answers follow 'Assistant: '; images have 112896" in told
     assert "is that of 1.0, and images have the limits of 1.5" in warned
+
+
+def test_a_processor_of_another_version_than_the_model_is_refused(tmp_path):
+    model = write_folder(tmp_path / "model", "tied", "1.5")
+    processor = folder_of(tmp_path / "processor", TABLES["templates"]["1.0"], IMAGES)
+    write_records(tmp_path / "train.jsonl", [{"query": "OCR:", "response": "red"}])
+    values = {
+        "model": {"pretrained": str(model)},
+        "data": {"train": [str(tmp_path / "train.jsonl")], "processor": str(processor)},
+        "train": {"output_dir": str(tmp_path / "out"), "max_steps": 1},
+    }
+    recipe = partial(PaddleOCRVLRecipe, checkpoint=None)
+    told = r"another version than model\.pretrained: .* opens an answer with 'Assistant: ', and"
+    with pytest.raises(ValueError, match=told):
+        recipe(PaddleOCRVLRun.model_validate(values))
+    shutil.copy(model / "chat_template.jinja", processor)
+    assert recipe(PaddleOCRVLRun.model_validate(values)).processor.version == "1.5"
+
+
+def test_settings_of_a_tokenizer_that_has_none_keep_its_start_out_of_prompts(tmp_path):
+    folder = folder_of(tmp_path / "source", TABLES["templates"]["1.5"], HUB["1.5"])
+    (folder / "tokenizer_config.json").unlink()
+    PaddleOCRVLProcessor.from_pretrained(folder).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert (written["add_bos_token"], written["tokenizer_class"]) == (False, "LlamaTokenizer")
 
 
 def test_what_a_template_of_its_own_opens_answers_with_is_told(tmp_path, caplog):
