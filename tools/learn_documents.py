@@ -7,7 +7,7 @@
 - read: `configs/quickstart/documents.yaml`, a small model from random weights learns the lines
 - tables: `configs/quickstart/documents_tables.yaml`, that model is fine-tuned on tables alone
 - guarded: the same with `train.guard`, which ends the run where lines are forgotten
-- mixed: the same with the guard, and every second row is a line
+- mixed: every second row is a line; kept is the best model for tables that the guard lets pass
 
 Every model is asked about lines and tables that no split but the test's has: character error rate
 of lines, TEDS and exact answers of tables. `minutes` is processor time, of all threads together.
@@ -36,8 +36,9 @@ OPTIONS = Options(
     least_width=160, num_fonts=4,
 )  # fmt: skip
 VOCAB_SIZE, PATCH_SIZE = 1400, 8
-MAX_DROP = 0.1
-GUARD = f"train.guard={{metric: cer, max_drop: {MAX_DROP}}}"
+MAX_DROP = 0.05
+GUARD = f"train.guard={{metric: cer, max_drop: {MAX_DROP}, action: "
+BEST = "train.best={metric: teds/tables, mode: max, load_at_end: true}"
 # Percent. The processor time is that of 15 minutes on two cores.
 MOST_CER, LEAST_FORGOTTEN, LEAST_TEDS, MOST_MINUTES = 5, 20, 90, 30
 
@@ -116,8 +117,8 @@ def learned(folder: Path, seed: int) -> dict[str, dict[str, float]]:
     runs = {
         "read": (READ, *own, *read),
         "tables": (TABLES, *tables, *alone),
-        "guarded": (TABLES, *tables, *alone, GUARD),
-        "mixed": (TABLES, *tables, *mixed, GUARD),
+        "guarded": (TABLES, *tables, *alone, f"{GUARD}stop}}"),
+        "mixed": (TABLES, *tables, *mixed, f"{GUARD}warn}}", BEST),
     }
     found = {}
     for name, (file, *settings) in runs.items():
