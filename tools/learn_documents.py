@@ -40,7 +40,7 @@ MAX_DROP = 0.05
 GUARD = f"train.guard={{metric: cer, max_drop: {MAX_DROP}, action: "
 BEST = "train.best={metric: teds/tables, mode: max, load_at_end: true}"
 # Percent. The processor time is that of 15 minutes on two cores.
-MOST_CER, LEAST_FORGOTTEN, LEAST_TEDS, MOST_MINUTES = 5, 20, 90, 30
+MOST_CER, LEAST_FORGOTTEN, LEAST_TEDS, MOST_MINUTES = 5, 20, 60, 30
 
 
 def write_processor(folder: Path) -> None:
