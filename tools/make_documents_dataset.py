@@ -48,7 +48,7 @@ MATH_FONTS = ("cm", "stix", "dejavusans", "dejavuserif")
 ALPHABET = string.ascii_letters + string.digits + " .,:-/%()"
 TASKS = ("text", "table", "formula", "spotting")
 SPLITS = ("test", "val", "train")
-# Share of tables with a merged cell, and of empty cells.
+# Share of tables that get a merged cell where there is room, and of empty cells.
 SPAN_SHARE, EMPTY_SHARE = 0.3, 0.1
 # Attempts to draw an answer that no other split has.
 MAX_DRAWS = 1000
@@ -123,16 +123,10 @@ def _write_task(directory: Path, task: str, num_rows: int, options: Options) -> 
             image, answer = _PAGES[task](content, answer, rng, options)
             name = f"images/{task}_{split}/{index:06d}.png"
             _grained(image, rng).save(directory / name, compress_level=1)
-            lines.append(json.dumps(row_of(task, name, answer)))
+            turns = ("user", f"<image>{TASK_PROMPTS[task]}"), ("assistant", answer)
+            messages = [{"role": role, "content": text} for role, text in turns]
+            lines.append(json.dumps({"task": task, "messages": messages, "images": [name]}))
         (directory / f"{task}_{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def row_of(task: str, image: str, answer: str) -> dict[str, Any]:
-    messages = [
-        {"role": "user", "content": f"<image>{TASK_PROMPTS[task]}"},
-        {"role": "assistant", "content": answer},
-    ]
-    return {"task": task, "messages": messages, "images": [image]}
 
 
 def _new_content(
@@ -278,17 +272,14 @@ def _table(rng: np.random.Generator, options: Options) -> tuple[Table, str]:
         cells[row, column] = Cell(text, row, column)
     if rng.random() < SPAN_SHARE:
         row, column = int(rng.integers(num_rows)), int(rng.integers(num_columns))
-        spans = [(down, across) for down in (1, 2) for across in (1, 2)]
         # Another cell must show where a covered row or column ends.
-        down, across = _one_of(
-            [
-                (down, across)
-                for down, across in spans
-                if row + down <= num_rows and column + across <= num_columns
-                if (down == 1 or across < num_columns) and (across == 1 or down < num_rows)
-            ],
-            rng,
-        )
+        spans = [
+            (down, across)
+            for down, across in ((1, 1), (1, 2), (2, 1), (2, 2))
+            if row + down <= num_rows and column + across <= num_columns
+            if (down == 1 or across < num_columns) and (across == 1 or down < num_rows)
+        ]
+        down, across = _one_of(spans, rng)
         merged = cells[row, column]._replace(row_span=down, column_span=across)
         for i, j in np.ndindex(down, across):
             del cells[row + i, column + j]
@@ -341,8 +332,8 @@ def _formula(depth: int, rng: np.random.Generator) -> str:
 
 
 def _latex(rng: np.random.Generator, _: Options) -> tuple[str, str]:
-    parts = [_formula(2, rng)]
-    for _ in range(_within((1, 2), rng)):
+    wanted, parts = _one_of((3, 5), rng), [_formula(2, rng)]
+    while len(parts) < wanted:
         parts += [_one_of(_OPERATORS, rng), _formula(2, rng)]
     latex = " ".join(parts)
     return latex, f"\\[ {latex} \\]"
@@ -385,7 +376,9 @@ def main() -> None:
     found = vars(parser.parse_args())
     directory, texts = found.pop("directory"), found.pop("rows")
     # Ranges come as lists.
-    options = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
+    options: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in found.items()
+    }
     try:
         rows = dict(map(_task_and_rows, texts))
         is_written = make_documents_dataset(directory, rows, Options(**options))
