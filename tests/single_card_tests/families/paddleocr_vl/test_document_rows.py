@@ -123,6 +123,12 @@ def test_a_bad_row_is_named_or_left_out_and_counted(folder, row, kind, match):
     assert (len(data), dict(data.skipped)) == (1, {kind: 1})
 
 
+def test_a_task_that_the_model_has_not_is_named(folder):
+    row = {"task": "tabel", "image": "a.png", "answer": TABLE}
+    with pytest.raises(BadSampleError, match="'task' is 'tabel'; one of text, table, formula"):
+        opened(folder, [row])
+
+
 def test_answers_are_checked_where_asked_alone(folder):
     rows = [
         asked("<image>Table Recognition:", "no table", "a.png"),
