@@ -56,10 +56,15 @@ def check_tasks(row: Conversation, settings: RowSettings) -> None:
 
     Raises:
         BadSampleError: a question without text and without a task, or with the prompt of another;
-            or an answer that is none of its task, of the kinds that `settings.checks` names.
+            a task without an image; or an answer that is none of its task, of the kinds that
+            `settings.checks` names.
     """
     tasks = settings.tasks
     prompt, named = _prompt_of(row.extras, tasks), row.extras.get(_NAME)
+    if prompt is not None and not row.images:
+        raise BadSampleError(
+            "no_image", f"the row names the task {named!r} and has no image: give its 'image'"
+        )
     names = {text: name for name, text in tasks.items()}
     asked = None
     for number, message in enumerate(row.messages):

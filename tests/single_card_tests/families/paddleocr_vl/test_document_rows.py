@@ -123,9 +123,16 @@ def test_a_bad_row_is_named_or_left_out_and_counted(folder, row, kind, match):
     assert (len(data), dict(data.skipped)) == (1, {kind: 1})
 
 
-def test_a_task_that_the_model_has_not_is_named(folder):
-    row = {"task": "tabel", "image": "a.png", "answer": TABLE}
-    with pytest.raises(BadSampleError, match="'task' is 'tabel'; one of text, table, formula"):
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"task": "tabel"}, "'task' is 'tabel'; one of text, table, formula"),
+        ({"image": None}, "names the task 'table' and has no image: give its 'image'"),
+    ],
+)
+def test_a_task_that_the_model_has_not_or_without_an_image_is_named(folder, change, told):
+    row = {"task": "table", "image": "a.png", "answer": TABLE} | change
+    with pytest.raises(BadSampleError, match=told):
         opened(folder, [row])
 
 
