@@ -61,12 +61,12 @@ def run_cases(golden: PaddleOCRFolders, cases: list[QwenCase], scale: float, dty
         yield report
 
 
-def _in_blocks(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def patches_in_blocks(model, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Inputs with flattened patches in merge-block order."""
     if "pixel_values" not in inputs:
         return inputs
     pixels = inputs["pixel_values"]
-    order = in_blocks(inputs["image_grid_thw"], 2)
+    order = in_blocks(inputs["image_grid_thw"], model.config.vision_config.spatial_merge_size)
     return inputs | {"pixel_values": pixels.reshape(len(pixels), -1)[order]}
 
 
@@ -81,13 +81,13 @@ def _run_forward(golden: PaddleOCRFolders, model, case: QwenCase, report: CaseRe
 
     if "pixel_values" in inputs:
         order = in_blocks(inputs["image_grid_thw"], model.config.vision_config.spatial_merge_size)
-        for name, value in _tower_quantities(model, _in_blocks(inputs)).items():
+        for name, value in _tower_quantities(model, patches_in_blocks(model, inputs)).items():
             compare("tower", f"vis_image.{name}", value, ... if name == "merged" else order)
     with DecoderRecording(model) as recorded:
         output = model(**inputs, **extra)
     for name, value in recorded.quantities().items():
         compare("embeds" if "embeds" in name else "layers", name, value[real_BL], real_BL)
-    carried = model(**_in_blocks(host), **extra)
+    carried = model(**patches_in_blocks(model, host), **extra)
     made = {"": output, ", indices carried": carried}
     for group, (note, each) in zip(("logits", "carried"), made.items(), strict=True):
         logits, wanted = array(each.logits)[real_BL], tensors["logits"][real_BL]
@@ -131,7 +131,7 @@ def _run_generation(golden: PaddleOCRFolders, model, case: QwenCase, report: Cas
 
 def _run_trajectory(golden: PaddleOCRFolders, model, case: QwenCase, report: CaseReport) -> None:
     """Loss and gradient norm of each step of training."""
-    batch = _in_blocks(golden.case(case.meta["batch_from"]).inputs())
+    batch = patches_in_blocks(model, golden.case(case.meta["batch_from"]).inputs())
     wanted = case.meta["steps"]
     steps = train_steps(model, batch, case.meta["optimizer"], len(wanted))
     for i, (found, step) in enumerate(zip(steps, wanted, strict=True)):

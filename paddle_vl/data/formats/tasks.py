@@ -10,7 +10,14 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from paddle_vl.data.formats.canonical import Conversation
-from paddle_vl.data.formats.keys import LIST_KEYS, QUERY_KEYS, RowSettings, is_empty
+from paddle_vl.data.formats.keys import (
+    LIST_KEYS,
+    QUERY_KEYS,
+    RESPONSE_KEYS,
+    RowSettings,
+    is_empty,
+    wrong,
+)
 from paddle_vl.data.formats.otsl import read_html, read_otsl, write_otsl
 from paddle_vl.data.formats.spotting import read_spotting
 from paddle_vl.data.jsonl import BadSampleError
@@ -26,10 +33,19 @@ def with_question(row: Mapping[str, Any], tasks: Mapping[str, str]) -> dict[str,
 
     Args:
         tasks: prompts by name.
+
+    Raises:
+        BadSampleError: an answer to a task without a prompt.
     """
-    keys = [key for key in row if isinstance(key, str) and not is_empty(row[key])]
+    keys = {key for key in row if isinstance(key, str) and not is_empty(row[key])}
+    lower = {*map(str.lower, keys)}
+    if keys & {*_OWN_TURNS} or lower & {*QUERY_KEYS}:
+        return dict(row)
     prompt = _prompt_of(row, tasks)
-    if prompt is None or {*keys} & {*_OWN_TURNS} or {key.lower() for key in keys} & {*QUERY_KEYS}:
+    if prompt is None:
+        if _NAME in keys and lower & {*RESPONSE_KEYS}:
+            needed = f"one of {', '.join(tasks)} is needed where the row has no question"
+            raise wrong(f"{_NAME!r}", row[_NAME], needed, "no_task")
         return dict(row)
     rest = {key: row[key] for key in row if str(key).lower() not in QUERY_KEYS}
     return {QUERY_KEYS[0]: prompt, **rest}
@@ -40,10 +56,15 @@ def check_tasks(row: Conversation, settings: RowSettings) -> None:
 
     Raises:
         BadSampleError: a question without text and without a task, or with the prompt of another;
-            or an answer that is none of its task, of the kinds that `settings.checks` names.
+            a task without an image; or an answer that is none of its task, of the kinds that
+            `settings.checks` names.
     """
     tasks = settings.tasks
     prompt, named = _prompt_of(row.extras, tasks), row.extras.get(_NAME)
+    if prompt is not None and not row.images:
+        raise BadSampleError(
+            "no_image", f"the row names the task {named!r} and has no image: give its 'image'"
+        )
     names = {text: name for name, text in tasks.items()}
     asked = None
     for number, message in enumerate(row.messages):

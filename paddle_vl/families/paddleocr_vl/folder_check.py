@@ -181,7 +181,11 @@ def _found(model_class: Any, folder: Path, base: Path, engine: str, rules: Engin
             yield Finding.LOST, _SEPARATE_HEAD
         yield from tensor_findings(wanted, stored, rules, _TYPE)
         if Finding.MISSING not in dict(files):
-            processor = VLProcessor.from_pretrained(base, model_type=_TYPE)
+            try:
+                processor = VLProcessor.from_pretrained(base, model_type=_TYPE)
+            except RuntimeError as error:
+                # Of tokenizer.json, without which PaddleX does.
+                raise ValueError(str(error)) from error
             yield from refusal(check_processor_fits, config, processor)
             yield from _versions(base, processor)
         if folder != base:

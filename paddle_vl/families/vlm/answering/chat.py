@@ -8,6 +8,7 @@ from paddle_vl.checkpoint.adapter_files import folder_with
 from paddle_vl.config.families import FamilyEntry
 from paddle_vl.data.media_file import ImageSource
 from paddle_vl.data.video_reader import VideoSource
+from paddle_vl.families.vlm.folders.processor_fit import check_processor_fits
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.generation.config import GenerationConfig
 from paddle_vl.generation.text_pieces import text_pieces
@@ -90,7 +91,7 @@ def open_chat(
         template_variables: see `VLProcessor.from_pretrained`.
 
     Raises:
-        ValueError, RuntimeError: the folder is neither.
+        ValueError, RuntimeError: the folder is neither, or its files are of several models.
     """
     model_class = family.model_class()
     processor = VLProcessor.from_pretrained(
@@ -99,6 +100,8 @@ def open_chat(
         earlier_reasoning="drop",
         model_type=model_class.model_type,
     )
-    chat = Chat(model_class.from_pretrained(folder, dtype=dtype, base=base), processor)
+    model = model_class.from_pretrained(folder, dtype=dtype, base=base)
+    check_processor_fits(model.config, processor)
+    chat = Chat(model, processor)
     chat.more = {"kept": []}
     return chat

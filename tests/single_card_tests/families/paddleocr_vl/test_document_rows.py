@@ -123,6 +123,19 @@ def test_a_bad_row_is_named_or_left_out_and_counted(folder, row, kind, match):
     assert (len(data), dict(data.skipped)) == (1, {kind: 1})
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"task": "tabel"}, "'task' is 'tabel'; one of text, table, formula"),
+        ({"image": None}, "names the task 'table' and has no image: give its 'image'"),
+    ],
+)
+def test_a_task_that_the_model_has_not_or_without_an_image_is_named(folder, change, told):
+    row = {"task": "table", "image": "a.png", "answer": TABLE} | change
+    with pytest.raises(BadSampleError, match=told):
+        opened(folder, [row])
+
+
 def test_answers_are_checked_where_asked_alone(folder):
     rows = [
         asked("<image>Table Recognition:", "no table", "a.png"),

@@ -160,6 +160,12 @@ ROWS: dict[str, Row] = {
     "no tokenizer of SentencePiece": Row(
         without("tokenizer.model"), {"paddlex": ("missing: tokenizer.model",)}, "refused: TypeError"
     ),
+    "no tokenizer of transformers": Row(
+        without("tokenizer.json"),
+        dict.fromkeys(("vllm", "fastdeploy", "transformers"), ("missing: tokenizer.json",))
+        | {"paddlex": ("unchecked: not read here: there is no tokenizer file",)},
+        "differs: PaddleX answers, and this package refuses",
+    ),
     "no chat template": Row(
         without("chat_template.jinja"),
         dict.fromkeys(ENGINES, ("missing: a chat template: chat_template.jinja",)),

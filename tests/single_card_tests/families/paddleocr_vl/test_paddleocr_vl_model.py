@@ -2,8 +2,10 @@
 side. Its numbers are those of test_golden.py."""
 
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import paddle
@@ -28,9 +30,11 @@ from paddle_vl.testing import (
     tiny_paddleocr_vl,
     tiny_qwen3_vl_batch,
 )
+from paddle_vl.testing.paddleocr_vl import tiny_paddleocr_vl_config
 from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO
 from paddle_vl.train.freeze import freeze_parameters, trained_names, treated_apart
 from parity.golden import PaddleOCRFolders
+from parity.paddleocr_vl import patches_in_blocks
 from tests.support.counted_products import counted_products
 from tests.support.tiny import GOLDEN
 
@@ -283,3 +287,12 @@ def test_a_request_has_its_own_adapter(adapted):
         each.generate(ids, **visual, max_new_tokens=6)[0].tolist() for each in (base, model)
     ]
     assert found[0] != found[1]
+
+
+def test_patches_of_cases_are_in_blocks_of_the_models_merge_size():
+    config = tiny_paddleocr_vl_config()
+    vision = replace(config.vision_config, spatial_merge_size=3)
+    model = SimpleNamespace(config=replace(config, vision_config=vision))
+    inputs = {"pixel_values": np.arange(27.0)[:, None], "image_grid_thw": np.array([[1, 3, 9]])}
+    found = patches_in_blocks(model, inputs)["pixel_values"].ravel()
+    assert found[:9].tolist() == [0, 1, 2, 9, 10, 11, 18, 19, 20]

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from shutil import copytree, ignore_patterns
 
 import numpy as np
 import pytest
@@ -57,6 +58,27 @@ def test_a_checkpoint_of_either_layout_continues_to_the_bit(run_file, trained, t
     settings = ("model.save_layout=transformers", "model.freeze=[vision, mergers]")
     build(run_file, tmp_path / "out", *settings, *RESUMED).run()
     assert_same_run(trained, tmp_path / "out", begun_anew="sequence_length")
+
+
+def test_a_question_to_a_folder_with_files_of_another_model_is_refused(trained, tmp_path, capsys):
+    copytree(trained / "final", tmp_path / "m", ignore=ignore_patterns("manifest.json"))
+    file = tmp_path / "m" / "preprocessor_config.json"
+    file.write_text(re.sub(r'("patch_size": )\d+', r"\g<1>28", file.read_text()))
+    assert main(["generate", "--model", str(tmp_path / "m"), "--prompt", "?"]) == 1
+    assert "vision_config.patch_size is 4 in the model and 28 in the" in capsys.readouterr().err
+
+
+def test_a_reference_that_a_metric_cannot_use_is_named_before_the_model_is_loaded(
+    trained, tmp_path, capsys
+):
+    copytree(
+        trained / "final", tmp_path / "m", ignore=ignore_patterns("*.safetensors", "manifest.json")
+    )
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"query": "?", "response": "{text}"}}\n' for text in ("a", " ")))
+    command = ["evaluate", str(tmp_path / "m"), "--data", str(rows), "--metrics", "ned", "cer"]
+    assert main(command) == 1
+    assert f"{rows}:2: metric cer: a reference is empty" in capsys.readouterr().err
 
 
 def test_words_of_other_trainers_are_answered_with_the_settings(run_file):
