@@ -101,7 +101,7 @@ class VLRecipe(Family):
             if not given:
                 raise
             raise ValueError(f"{folder} with {', '.join(given)}: {error}") from error
-        if "pixels" in data.checks:
+        if "pixels" in (data.checks or ()):
             self.processor = self.processor.refusing_shrunk()
         if self.processor.template.prints_date and data.template_date is None:
             raise ValueError(

@@ -63,10 +63,10 @@ class VLDataConfig(DataConfig):
     """move boxes that are partly outside of their image to its edge, instead of refusing them"""
     special_tokens: list[Literal["box", "object_ref"]] = Field(default=[])
     """special tokens that texts of rows may contain: box, object_ref"""
-    checks: list[Literal["tables", "spotting", "text", "pixels"]] = Field(default=[])
+    checks: list[Literal["tables", "spotting", "text", "pixels"]] | None = None
     """rows that are bad samples: a table whose OTSL is not rectangular, spotted lines without their
     eight location tokens from 0 to 1000, an answer without text, an image that data.max_pixels
-    would shrink"""
+    would shrink; null: the first three for conversations of a model with task prompts, else none"""
     html_tables: Literal["keep", "otsl"] = "keep"
     """write answers to a table's prompt that are HTML as OTSL"""
     earlier_reasoning: Literal["refuse", "drop", "split"] = "refuse"

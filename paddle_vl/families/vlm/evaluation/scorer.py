@@ -131,7 +131,7 @@ def build_evaluation(family: FamilyEntry, folder: Path, options: EvaluationOptio
         model_type=model_class.model_type,
     )
     if suite is None:
-        data = VLDataConfig(max_length=options.max_length)
+        data = VLDataConfig(max_length=options.max_length, checks=[])
         dataset = open_conversations(options.files, data, processor, seed=0)
     else:
         dataset = open_suite(suite, processor)

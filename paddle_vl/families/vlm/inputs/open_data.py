@@ -21,6 +21,8 @@ from paddle_vl.families.vlm.settings import VLDataConfig
 from paddle_vl.files.hub import local_folder
 
 _LINES = (".jsonl", ".json", ".ndjson")
+# `data.checks` of conversations, for models with task prompts.
+_CHECKS = ("tables", "spotting", "text")
 
 
 def open_conversations(
@@ -86,7 +88,11 @@ def row_reader(
     Raises:
         ValueError: a setting of tasks, which the model has not.
     """
-    of_tasks = [name for name in ("tables", "spotting") if name in data.checks]
+    checks = data.checks
+    if checks is None:
+        # Of pairs one answer may be meant to be bad.
+        checks = _CHECKS if processor.task_prompts and reader_class is RowReader else ()
+    of_tasks = [name for name in ("tables", "spotting") if name in checks]
     of_tasks += ["otsl"] if data.html_tables == "otsl" else []
     if of_tasks and not processor.task_prompts:
         raise ValueError(
@@ -105,7 +111,7 @@ def row_reader(
         data.mask_history,
         data.train_on_prompt,
         tasks=processor.task_prompts,
-        checks=tuple(data.checks),
+        checks=tuple(checks),
         html_tables=data.html_tables,
     )
     remote = None

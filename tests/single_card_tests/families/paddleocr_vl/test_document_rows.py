@@ -113,13 +113,12 @@ def test_a_task_is_asked_by_its_name(folder, row):
     ],
 )  # fmt: skip
 def test_a_bad_row_is_named_or_left_out_and_counted(folder, row, kind, match):
-    settings = {"checks": ["tables", "spotting", "text"]}
     good = asked("<image>OCR:", "red", "a.png")
     with pytest.raises(BadSampleError, match=match) as error:
-        opened(folder, [good, row], **settings)
+        opened(folder, [good, row])
     assert error.value.kind == kind
     assert str(error.value).startswith(f"{folder / 'rows.jsonl'}:2: a row of format messages")
-    data = opened(folder, [good, row], on_bad_sample="skip", **settings)
+    data = opened(folder, [good, row], on_bad_sample="skip")
     assert (len(data), dict(data.skipped)) == (1, {kind: 1})
 
 
@@ -145,7 +144,7 @@ def test_answers_are_checked_where_asked_alone(folder):
     rows += [asked("<image>Table Recognition:", "no", "a.png")]
     rows[2]["messages"][1]["loss"] = False
     rows[2]["messages"] += asked("And now?", "yes")["messages"]
-    assert len(opened(folder, rows)) == 3
+    assert len(opened(folder, rows, checks=[])) == 3
     assert len(opened(folder, rows[1:], checks=["tables"])) == 2
 
 
