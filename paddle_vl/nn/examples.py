@@ -224,12 +224,18 @@ def _with_weights(layer: Any, *arrays: np.ndarray) -> Any:
 
 
 def _linear(r: Rng, columns: int, *widths: int, splits: bool = True) -> Callable[[], Any]:
-    """Makes a linear without bias; one of several outputs is fused."""
+    """Makes a linear without bias, of a model that answers; one of several outputs is fused."""
     array = _eighths(r, columns, sum(widths), scale=columns**-0.5)
     made = [Columns(str(number), width) for number, width in enumerate(widths)]
-    if len(widths) == 1:
-        return lambda: _with_weights(Linear(columns, widths[0], False), array)
-    return lambda: _with_weights(FusedLinear(columns, made, splits=splits), array)
+
+    def make() -> Any:
+        linear: Any = FusedLinear(columns, made, splits=splits)
+        if len(widths) == 1:
+            linear = Linear(columns, widths[0], False)
+        linear.eval()
+        return _with_weights(linear, array)
+
+    return make
 
 
 def _swiglu_mlp(r: Rng, s: Sizes) -> Inputs:

@@ -821,8 +821,13 @@ def _is_product(layer: Any) -> bool:
 
 
 def fits_mlp(x_TD: Tensor, gate_up_proj: Any, down_proj: Any) -> bool:
-    """Whether `swiglu_mlp` takes these."""
-    return is_dense(x_TD) and _is_product(gate_up_proj) and _is_product(down_proj)
+    """Whether `swiglu_mlp` takes these: of a layer that answers, not of one that is recomputed."""
+    return (
+        not down_proj.training
+        and is_dense(x_TD)
+        and _is_product(gate_up_proj)
+        and _is_product(down_proj)
+    )
 
 
 def swiglu_mlp(x_TD: Tensor, gate_up_proj: Any, down_proj: Any) -> Tensor:
