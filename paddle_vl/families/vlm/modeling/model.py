@@ -186,7 +186,9 @@ class VLForConditionalGeneration(PretrainedVLModel):
         if batch.returns_log_probs:
             output = self._output(None, None, targets_N, batch.num_target_tokens, balance)
             wanted = TargetRows(rows_N, targets_N)
-            output.tokens = head_log_probs(self.lm_head, entered_TD, wanted, ops.vocabulary)
+            output.tokens = head_log_probs(
+                self.lm_head, entered_TD, wanted, ops.vocabulary, batch.temperature
+            )
             return output
         sources = None
         if batch.target_sources is not None:
