@@ -1,11 +1,11 @@
-"""Softmax attention: causal, within segments, under any mask, and over a cache; and the rotary
-position embedding of its queries and keys.
+"""Softmax attention: causal, within segments, under any mask, and over a cache; the rotary position
+embedding of its queries and keys; and a decoder's layer of it.
 
 All of it is `softmax(scale * q @ k^T + mask) @ v`, with grouped key heads: query head n reads key
 head n // G. Shapes: B batch, L query length, S key length, N query heads, K key heads, G = N / K
 query heads per key head, H head width, P packed rows; C capacity of a cache's buffers, which have
 heads first, so that one position is written in place; R rows that share a memory of M places; T
-token rows, or any leading dims.
+token rows, or any leading dims; D width.
 
 The plain implementations are Paddle's `scaled_dot_product_attention`, or a composition in float32.
 Kernels: C or query blocks on the CPU (`paddle_vl.nn.cpu`); flash attention on a GPU, over a mask's
@@ -19,7 +19,7 @@ Source of rotary embedding: Su et al., RoFormer, https://arxiv.org/abs/2104.0986
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import paddle
@@ -27,7 +27,7 @@ import paddle.nn.functional as F
 from paddle import Tensor
 
 from paddle_vl.batch.positions import key_ends
-from paddle_vl.nn.attention_masks import MASKED_SCORE, AttentionMask
+from paddle_vl.nn.attention_masks import MASKED_SCORE, AttentionMask, SliceMask
 from paddle_vl.nn.dispatch import operation
 from paddle_vl.nn.operations import gemma_rms_norm, rms_norm
 from paddle_vl.nn.transfer import device_tensor, host_table
@@ -329,6 +329,7 @@ class PagedKeys(CachedKeys):
 
     Attributes:
         lengths: S of each row; `length` is the longest.
+        num_new: L.
         begins: whether no row has a key of before.
     """
 
@@ -338,12 +339,12 @@ class PagedKeys(CachedKeys):
         self.lengths, self._rows = [len(each) for each in places], rows
         super().__init__(max(self.lengths))
         self.begins = self.length == num_new
-        self._places, self._num_new = places, num_new
+        self._places, self.num_new = places, num_new
 
     @cached_property
     def new(self) -> Tensor:
         """Places of the new tokens, row by row: int64 `[R * L]`."""
-        return device_tensor(np.concatenate([each[-self._num_new :] for each in self._places]))
+        return device_tensor(np.concatenate([each[-self.num_new :] for each in self._places]))
 
     @cached_property
     def places(self) -> Tensor:
@@ -364,6 +365,20 @@ class PagedKeys(CachedKeys):
     def queries(self) -> Tensor:
         """The offsets of one query of each row."""
         return device_tensor(np.arange(len(self.lengths) + 1, dtype=np.int32))
+
+
+class RowPool:
+    """What a decoder layer keeps of many rows that join and leave; see `LanguageModel.run`.
+
+    Attributes:
+        paged: where the keys of the rows lie that run next.
+    """
+
+    paged: PagedKeys
+
+    def mask(self, num_new: int, key_bias_BS: Tensor | None) -> PagedKeys:
+        """What the pools of all layers share."""
+        return self.paged
 
 
 @operation
@@ -553,3 +568,62 @@ def rotate_half(x: Tensor) -> Tensor:
     """`[-x2, x1]` for the halves `[x1, x2]` of the last dim."""
     half = x.shape[-1] // 2
     return paddle.concat([-x[..., half:], x[..., :half]], axis=-1)
+
+
+class SelfAttention(Protocol):
+    """What `self_attention` takes of a layer.
+
+    Attributes:
+        qkv_proj: gives queries, keys and values of all heads, `[T, heads * H]` each.
+        o_proj: of the output `[T, N * H]`.
+        q_norm, k_norm: norms of a head, of one class.
+        head_dim: H.
+        is_gated: a query head's projection has the query, then a gate, by whose sigmoid the head's
+            output is multiplied.
+        context: attends without a cache, see `placement.Context`.
+    """
+
+    qkv_proj: Any
+    o_proj: Any
+    q_norm: Any
+    k_norm: Any
+    head_dim: int
+    is_gated: bool
+    context: Any
+
+
+@operation
+def self_attention(
+    x_TD: Tensor,
+    layer: SelfAttention,
+    tables: RotaryTables,
+    key_bias: Any = None,
+    cache: Any = None,
+    packed: PackedSamples | SliceMask | None = None,
+) -> Tensor:
+    """Causal grouped-query attention `[T, D]`; queries and keys are normalized, then rotated: as
+    many of their first channels as the rotary tables have.
+
+    Args:
+        key_bias: `[B, S]` float32 added to the scores of keys; with a cache what caches share.
+        cache: gets the new keys, see `paddle_vl.nn.key_value_cache`; None attends to these alone.
+    """
+    length, width = tables.cos_TH.shape[1], layer.head_dim
+    q_BLNH, k_BLKH, v_BLKH = [
+        rows.reshape([-1, length, rows.shape[-1] // width, width]) for rows in layer.qkv_proj(x_TD)
+    ]
+    gate_BLNH = None
+    if layer.is_gated:
+        gated = q_BLNH.reshape([-1, length, q_BLNH.shape[2] // 2, 2 * width])
+        q_BLNH, gate_BLNH = paddle.split(gated, 2, axis=-1)
+    norm, weights = layer.q_norm, (layer.q_norm.weight, layer.k_norm.weight)
+    q_BLNH, k_BLKH = normed_rotary(
+        q_BLNH, k_BLKH, tables.astype(x_TD.dtype), *weights, norm.epsilon, norm.offset
+    )
+    if cache is not None:
+        out_BLNH = cache.attend(q_BLNH, k_BLKH, v_BLKH, key_bias)
+    else:
+        out_BLNH = layer.context.attend(q_BLNH, k_BLKH, v_BLKH, key_bias, packed)
+    if gate_BLNH is not None:
+        out_BLNH = out_BLNH * F.sigmoid(gate_BLNH)
+    return layer.o_proj(out_BLNH.reshape([-1, out_BLNH.shape[2] * width]))

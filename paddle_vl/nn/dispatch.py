@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast
 
+import paddle
+
 Device = Literal["cpu", "gpu"]
 Kernels = Literal["fused", "uncompiled", "plain"]
 # What a kernel is made with.
@@ -43,12 +45,14 @@ class Kernel:
     Attributes:
         run: takes the operation's arguments.
         fits: whether it takes these arguments; None for all.
+        is_for_answers: whether it takes only a first argument that is not differentiated.
     """
 
     device: Device
     source: KernelSource
     run: Callable[..., Any]
     fits: Callable[..., bool] | None = None
+    is_for_answers: bool = False
 
 
 class Operation(Generic[P, R]):
@@ -84,6 +88,8 @@ class Operation(Generic[P, R]):
         device = "plain" if _chosen == "plain" and not _forced else device_of(args[0])
         for kernel in self.kernels:
             is_used = kernel.device == device and _is_used(kernel)
+            if kernel.is_for_answers and paddle.is_grad_enabled() and not args[0].stop_gradient:
+                continue
             if is_used and (kernel.fits is None or kernel.fits(*args)):
                 return kernel.run
         return self.plain

@@ -8,6 +8,7 @@ fails where an operation has no example.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -31,8 +32,19 @@ from paddle_vl.nn.attention_masks import (
     KeyMask,
     SliceMask,
 )
+from paddle_vl.nn.delta_rule import (
+    CausalConvSiLU,
+    Decay,
+    DeltaCache,
+    DeltaPool,
+    DeltaRule,
+    GatedRMSNorm,
+)
 from paddle_vl.nn.dispatch import Operation
 from paddle_vl.nn.experts import GroupSizes
+from paddle_vl.nn.key_value_cache import KeyValueCache, KeyValuePool
+from paddle_vl.nn.linear import Columns, FusedLinear, Linear, default_dtype
+from paddle_vl.nn.operations import GemmaRMSNorm, RMSNorm
 
 Dtype = Literal["float32", "bfloat16"]
 # Key of the result among `values_and_gradients`.
@@ -72,7 +84,7 @@ class Inputs:
 
     Attributes:
         args: arrays become tensors; those of floats get gradients and the dtype under test.
-            Functions are called for each device and dtype.
+            Functions are called for each device and dtype, which is the default one there.
         tables: places in `args` whose floats stay float32 and get no gradient.
         defined: 1 where the output is defined and 0 elsewhere, where it must be finite; None for
             everywhere.
@@ -101,7 +113,10 @@ def tensors(inputs: Inputs, dtype: Dtype) -> list[Any]:
             if is_float:
                 value = value.astype(dtype)
                 value.stop_gradient = False
-        made.append(value() if callable(value) and not isinstance(value, Tensor) else value)
+        if callable(value) and not isinstance(value, Tensor):
+            with default_dtype(dtype):
+                value = value()
+        made.append(value)
     return made
 
 
@@ -193,6 +208,108 @@ def _paged(r: Rng, s: Sizes, tables: tuple[int, ...] = ()) -> Inputs:
     memories = (normal(r, 2 * s.length, s.key_heads, s.head_width) for _ in range(2))
     args = (normal(r, 3, s.heads, s.head_width), *memories, lambda: PagedKeys(places))
     return Inputs(args, tables)
+
+
+def _eighths(rng: Rng, *shape: int, scale: float = 1.0) -> np.ndarray:
+    """Numbers that every dtype has, for what is in layers; the scale is a power of two."""
+    return np.round(8 * normal(rng, *shape)) / 8 * np.float32(2.0 ** round(np.log2(scale)))
+
+
+def _with_weights(layer: Any, *arrays: np.ndarray) -> Any:
+    """A layer whose parameters are these, without gradients."""
+    for parameter, array in zip(layer.parameters(), arrays, strict=True):
+        paddle.assign(paddle.to_tensor(array).astype(parameter.dtype), parameter)
+        parameter.stop_gradient = True
+    return layer
+
+
+def _linear(r: Rng, columns: int, *widths: int, splits: bool = True) -> Callable[[], Any]:
+    """Makes a linear without bias; one of several outputs is fused."""
+    array = _eighths(r, columns, sum(widths), scale=columns**-0.5)
+    made = [Columns(str(number), width) for number, width in enumerate(widths)]
+    if len(widths) == 1:
+        return lambda: _with_weights(Linear(columns, widths[0], False), array)
+    return lambda: _with_weights(FusedLinear(columns, made, splits=splits), array)
+
+
+def _swiglu_mlp(r: Rng, s: Sizes) -> Inputs:
+    gate_up = _linear(r, s.width, 2 * s.width, 2 * s.width, splits=False)
+    return Inputs((_x(r, s), gate_up, _linear(r, 2 * s.width, s.width)), tables=(0,))
+
+
+def _self_attention(r: Rng, s: Sizes, is_gated: bool, is_paged: bool) -> Inputs:
+    """A token of each of two rows behind others, as in generation; without gradients."""
+    inner, keys, before = s.heads * s.head_width, s.key_heads * s.head_width, s.length // 2
+    qkv = _linear(r, s.width, inner * (1 + is_gated), keys, keys)
+    projection, weights = _linear(r, inner, s.width), [_eighths(r, s.head_width) for _ in range(2)]
+    norm_class: Any = GemmaRMSNorm if is_gated else RMSNorm
+    past = [_eighths(r, 2, before, heads, s.head_width) for heads in (s.heads, *[s.key_heads] * 2)]
+    places = np.split(r.permutation(4 * s.length)[: 2 * (before + 1)], 2)
+    rotated = s.head_width // (1 + is_gated) // 2
+    angle = np.array([[3.0], [4.0]], np.float32)[:, None] * inverse_frequencies(rotated, 5e6)
+
+    def layer() -> Any:
+        norms = [_with_weights(norm_class(s.head_width), weight) for weight in weights]
+        return SimpleNamespace(
+            qkv_proj=qkv(),
+            o_proj=projection(),
+            q_norm=norms[0],
+            k_norm=norms[1],
+            head_dim=s.head_width,
+            is_gated=is_gated,
+        )
+
+    def cache() -> Any:
+        q, k, v = (paddle.to_tensor(x).astype(paddle.get_default_dtype()) for x in past)
+        if not is_paged:
+            made = KeyValueCache()
+            made.append(k, v)
+            return made
+        made = KeyValuePool(4 * s.length, s.key_heads, s.head_width, k.dtype)
+        for row in range(2):
+            own = slice(row, row + 1)
+            made.attend(q[own], k[own], v[own], PagedKeys([places[row][:-1]], before))
+        made.paged = PagedKeys(places)
+        return made
+
+    tables = lambda: RotaryTables.of_angles(paddle.to_tensor(angle))  # noqa: E731
+    cached = (lambda: PagedKeys(places)) if is_paged else (lambda: CachedKeys(before + 1))
+    return Inputs((normal(r, 2, s.width), layer, tables, cached, cache), tables=(0,))
+
+
+def _gated_delta_net(r: Rng, s: Sizes, is_pool: bool) -> Inputs:
+    """A token of each of two rows behind others, as in generation; without gradients."""
+    c, heads, taps = s.head_width, s.heads, 4
+    mixed, inner = (2 * s.key_heads + heads) * c, heads * c
+    in_proj = _linear(r, s.width, mixed, inner, heads, heads)
+    out_proj, norm = _linear(r, inner, s.width), _eighths(r, c)
+    kernel, decays = _eighths(r, mixed, 1, taps), [_eighths(r, heads) for _ in range(2)]
+    past = _eighths(r, 2, taps - 1, mixed), _eighths(r, 2, heads, c, c)
+    paged = PagedKeys([np.arange(9), np.arange(7)], rows=[2, 1])
+
+    def layer() -> Any:
+        return SimpleNamespace(
+            in_proj=in_proj(),
+            conv1d=_with_weights(CausalConvSiLU(mixed, taps, 0.02), kernel),
+            decay=_with_weights(Decay(heads), *decays),
+            core=DeltaRule(),
+            norm=_with_weights(GatedRMSNorm(c, 1e-6), norm),
+            out_proj=out_proj(),
+            key_dim=c,
+            value_dim=c,
+        )
+
+    def cache() -> Any:
+        made = DeltaPool(4) if is_pool else DeltaCache()
+        if isinstance(made, DeltaPool):
+            made.paged = paged
+        made.inputs_BJE = paddle.to_tensor(past[0]).astype(paddle.get_default_dtype())
+        made.state_BNCV, made.length = paddle.to_tensor(past[1]), 8
+        return made
+
+    tables = lambda: RotaryTables.of_angles(paddle.zeros([2, 1, 2], "float32"))  # noqa: E731
+    args = (normal(r, 2, s.width), layer, tables, lambda: CachedKeys(9), cache)
+    return Inputs(args, tables=(0,))
 
 
 def _delta_rule(r: Rng, s: Sizes, *offsets: int, queries: int | None = None) -> Inputs:
@@ -305,6 +422,7 @@ ROWS: dict[str, Make] = {
     "causal_conv_silu.packed": lambda r, s: _convolution(r, s, s.length // 3, s.length),
     "gated_rms_norm": lambda r, s: Inputs((_x(r, s), _x(r, s), _weight(r, s), 1e-6)),
     "biased_linear": _biased_linear,
+    "swiglu_mlp": _swiglu_mlp,
     "apply_rotary": _apply_rotary,
     "normed_rotary": lambda r, s: _normed_rotary(r, s, s.head_width, 0.0, gets=True),
     "normed_rotary.answer": lambda r, s: _normed_rotary(r, s, s.head_width, 0.0, gets=False),
@@ -325,6 +443,9 @@ ATTENTION: dict[str, Make] = {
     "paged_attention": _paged,
     # As in generation, without gradients.
     "paged_attention.answer": lambda r, s: _paged(r, s, (0, 1, 2)),
+    "self_attention": lambda r, s: _self_attention(r, s, is_gated=False, is_paged=False),
+    "self_attention.gated": lambda r, s: _self_attention(r, s, is_gated=True, is_paged=False),
+    "self_attention.paged": lambda r, s: _self_attention(r, s, is_gated=False, is_paged=True),
     "equal_segments_attention": lambda r, s: _segments(r, s, (4, s.length // 4), as_runs=False),
     "runs_attention": lambda r, s: _segments(r, s, (2, s.length // 4), (1, s.length // 2)),
     # Lengths that no tile divides, and one row.
@@ -339,6 +460,8 @@ ATTENTION: dict[str, Make] = {
     "masked_attention.history": _history,
 }
 DELTA_RULE: dict[str, Make] = {
+    "gated_delta_net": lambda r, s: _gated_delta_net(r, s, is_pool=False),
+    "gated_delta_net.pool": lambda r, s: _gated_delta_net(r, s, is_pool=True),
     "gated_delta_rule": _delta_rule,
     # Samples of a token, of a chunk and more, and of less.
     "gated_delta_rule.packed": lambda r, s: _delta_rule(
@@ -357,7 +480,7 @@ DELTA_RULE: dict[str, Make] = {
 }
 EXAMPLES = ROWS | ATTENTION | DELTA_RULE
 # Their float32 may run in TF32 on a GPU.
-PRODUCTS = {*ATTENTION, *DELTA_RULE, "biased_linear", "grouped_linear"}
+PRODUCTS = {*ATTENTION, *DELTA_RULE, "biased_linear", "grouped_linear", "swiglu_mlp"}
 
 
 def examples_of(operation: Operation) -> dict[str, Make]:

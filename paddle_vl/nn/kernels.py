@@ -7,6 +7,7 @@ table.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from paddle_vl.nn import attention, delta_rule, experts, gpu, linear, operations
@@ -19,6 +20,10 @@ from paddle_vl.nn.dispatch import OPERATIONS, Kernel, Operation, chosen_kernels
 
 def _on_both(layer: Any) -> list[Kernel]:
     return [Kernel("cpu", "Paddle", layer.apply), Kernel("gpu", "Paddle", layer.apply)]
+
+
+def _of_answers(run: Callable[..., Any], fits: Callable[..., bool]) -> Kernel:
+    return Kernel("cpu", "C", run, fits, is_for_answers=True)
 
 
 TABLE: dict[Operation, list[Kernel]] = {
@@ -100,6 +105,10 @@ TABLE: dict[Operation, list[Kernel]] = {
     operations.column_sum: [Kernel("cpu", "Paddle", cpu.sum_of_columns)],
     operations.times_constant: _on_both(operations.TimesConstant),
     linear.biased_linear: [Kernel("cpu", "Paddle", cpu.BiasedLinear.apply)],
+    # Parts of a decoder layer
+    attention.self_attention: [_of_answers(c.self_attention, c.fits_attention)],
+    delta_rule.gated_delta_net: [_of_answers(c.gated_delta_net, c.fits_delta_net)],
+    operations.swiglu_mlp: [_of_answers(c.swiglu_mlp, c.fits_mlp)],
     # DeltaNet
     delta_rule.gated_delta_rule: [
         Kernel("cpu", "C", c.gated_delta_rule, c.fits_rule),

@@ -8,6 +8,7 @@ Shapes: N rows, C channels; any number of leading dims.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import paddle
 import paddle.nn.functional as F
@@ -62,6 +63,12 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     Source: Shazeer, GLU Variants Improve Transformer, https://arxiv.org/abs/2002.05202.
     """
     return F.swiglu(gate, up)
+
+
+@operation
+def swiglu_mlp(x_TD: Tensor, gate_up_proj: Any, down_proj: Any) -> Tensor:
+    """`down(silu(gate(x)) * up(x))`, `[T, D]`; `gate_up_proj` gives both."""
+    return down_proj(swiglu(*gate_up_proj(x_TD)))
 
 
 @operation

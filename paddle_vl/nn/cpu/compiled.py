@@ -25,6 +25,7 @@ from paddle_vl.nn.attention import (
     PackedSamples,
     PagedKeys,
     RotaryTables,
+    SelfAttention,
     with_averages,
 )
 from paddle_vl.nn.attention_masks import AttentionMask
@@ -37,8 +38,9 @@ from paddle_vl.nn.cpu.kernels import (
     empty,
     is_dense,
 )
-from paddle_vl.nn.delta_rule import CHUNK, Reach
+from paddle_vl.nn.delta_rule import CHUNK, GatedDelta, Reach
 from paddle_vl.nn.dispatch import has_compiled, set_compiled
+from paddle_vl.nn.linear import FusedLinear, Linear
 
 SWITCH = "PADDLE_VL_CPU_KERNELS"
 _OFF = ("0", "off", "false", "no")
@@ -333,9 +335,7 @@ def normed_rotary(
             weight,
             y,
             *tables,
-            _size(x) // (heads * width),
-            heads,
-            width,
+            *(_size(x) // (heads * width), heads, width, heads * width, width),
             tables.cos_TH.shape[-1],
             epsilon,
             offset,
@@ -801,3 +801,122 @@ def _token_attention(
         *(width**-0.5, room, room_size),
     )
     return out
+
+
+# Parts of a decoder layer for one token of each row of an answer, each in one call: calls of its
+# many small operations would take longer than their work. For layers of one device without adapters
+
+
+def _is_product(layer: Any) -> bool:
+    """Whether a linear is the product with a weight and nothing else: no bias, no adapter; and
+    nothing is differentiated."""
+    if type(layer) is Linear:
+        if layer.bias is not None or layer.lora is not None:
+            return False
+    elif type(layer) is not FusedLinear:
+        return False
+    weight = layer.weight
+    is_constant = not paddle.is_grad_enabled() or weight.stop_gradient
+    return getattr(weight, "product", None) is None and is_constant and is_dense(weight)
+
+
+def fits_mlp(x_TD: Tensor, gate_up_proj: Any, down_proj: Any) -> bool:
+    """Whether `swiglu_mlp` takes these."""
+    return is_dense(x_TD) and _is_product(gate_up_proj) and _is_product(down_proj)
+
+
+def swiglu_mlp(x_TD: Tensor, gate_up_proj: Any, down_proj: Any) -> Tensor:
+    """`operations.swiglu_mlp`."""
+    gate_up, down = gate_up_proj.weight, down_proj.weight
+    (rows, width), (inner, _) = x_TD.shape, down.shape
+    y_TD, room = empty(x_TD.shape), empty([rows * 3 * inner])
+    _library.token_mlp(x_TD, gate_up, down, y_TD, rows, width, inner, room)
+    return y_TD
+
+
+def fits_attention(
+    x_TD: Tensor,
+    layer: SelfAttention,
+    tables: RotaryTables,
+    cached: Any = None,
+    cache: Any = None,
+    packed: Any = None,
+) -> bool:
+    """Whether `self_attention` takes these: one token of each row, behind those in a cache."""
+    if tables.cos_TH.shape[1] != 1 or not getattr(cache, "takes_token", False):
+        return False
+    norms = layer.q_norm.weight, layer.k_norm.weight
+    are_products = _is_product(layer.qkv_proj) and _is_product(layer.o_proj)
+    return are_products and is_dense(x_TD, *tables, *norms)
+
+
+def self_attention(
+    x_RD: Tensor,
+    layer: SelfAttention,
+    tables: RotaryTables,
+    cached: Any,
+    cache: Any,
+    packed: Any = None,
+) -> Tensor:
+    """`nn.attention.self_attention`."""
+    key, value, strides, keys = cache.for_token(cached)
+    qkv, projection, norm = layer.qkv_proj.weight, layer.o_proj.weight, layer.q_norm
+    width, (query_width, channels) = layer.head_dim, projection.shape
+    rows, outputs, heads = x_RD.shape[0], qkv.shape[1], query_width // width
+    key_width = (outputs - query_width * (2 if layer.is_gated else 1)) // 2
+    places = (keys.places, keys.offsets) if isinstance(keys, PagedKeys) else (None, None)
+    bias_RS = None if keys.key_bias_BS is None else contiguous(keys.key_bias_BS)
+    of_threads = _num_threads() * heads * keys.length
+    y_RD = empty(x_RD.shape)
+    room = empty([rows * (outputs + 2 * (query_width + key_width)) + of_threads])
+    _library.token_self_attention(
+        *(x_RD, qkv, projection, norm.weight, layer.k_norm.weight, *tables),
+        *(key, value, *places, bias_RS, y_RD),
+        *(rows, channels, heads, key_width // width, width, tables.cos_TH.shape[-1]),
+        *(layer.is_gated, *strides, keys.length),
+        *(1.0 / math.sqrt(width), norm.epsilon, norm.offset, room),
+    )
+    return y_RD
+
+
+def fits_delta_net(
+    x_TD: Tensor,
+    layer: GatedDelta,
+    tables: RotaryTables,
+    cached: Any = None,
+    cache: Any = None,
+    packed: Any = None,
+) -> bool:
+    """Whether `gated_delta_net` takes these: one token of each row behind others, no padding."""
+    if tables.cos_TH.shape[1] != 1 or not getattr(cache, "takes_token", False):
+        return False
+    if cached.key_bias_BS is not None or layer.value_dim > _MOST_WIDTH:
+        return False
+    taps, decay = layer.conv1d.weight, layer.decay
+    are_products = _is_product(layer.in_proj) and _is_product(layer.out_proj)
+    weights = (taps, decay.A_log, decay.dt_bias, layer.norm.weight)
+    return are_products and taps.shape[2] > 1 and is_dense(x_TD, *weights)
+
+
+def gated_delta_net(
+    x_RD: Tensor,
+    layer: GatedDelta,
+    tables: RotaryTables,
+    cached: Any,
+    cache: Any,
+    packed: Any = None,
+) -> Tensor:
+    """`delta_rule.gated_delta_net`; what the cache holds is replaced in place."""
+    inputs_BJE, state_BNCV, rows_R = cache.for_token()
+    in_proj, out_proj, taps = layer.in_proj.weight, layer.out_proj.weight, layer.conv1d.weight
+    _, heads, width, values = state_BNCV.shape
+    mixed, (inner, channels), rows = taps.shape[0], out_proj.shape, x_RD.shape[0]
+    key_heads = (mixed - inner) // (2 * width)
+    y_RD, room = empty(x_RD.shape), empty([rows * (2 * (mixed + inner) + 5 * heads)])
+    _library.token_delta_net(
+        *(x_RD, in_proj, taps, layer.decay.A_log, layer.decay.dt_bias, layer.norm.weight),
+        *(out_proj, inputs_BJE, state_BNCV, rows_R, y_RD),
+        *(rows, channels, key_heads, heads, width, values, taps.shape[2]),
+        *(layer.norm.epsilon, room),
+    )
+    return y_RD

@@ -196,15 +196,16 @@ void rotate(const float *x, float *y, const float *cos, const float *sin, i64 ro
 }
 
 /* `rotate` of the first `rotated` channels of heads that are divided by their root mean square and
- * multiplied by offset + weight, as are their other channels. */
+ * multiplied by offset + weight, as are their other channels. Rows and heads of x have strides. */
 void normed_rotary(const float *x, const float *weight, float *y, const float *cos, const float *sin,
-                   i64 rows, i64 heads, i64 width, i64 rotated, float epsilon, float offset) {
+                   i64 rows, i64 heads, i64 width, i64 row_stride, i64 head_stride, i64 rotated,
+                   float epsilon, float offset) {
   i64 half = rotated / 2;
 #pragma omp parallel for schedule(static)
   for (i64 n = 0; n < rows; n++) {
     const float *c = cos + n * rotated, *s = sin + n * rotated;
     for (i64 h = 0; h < heads; h++) {
-      const float *a = x + (n * heads + h) * width;
+      const float *a = x + n * row_stride + h * head_stride;
       float *o = y + (n * heads + h) * width, square = 0.0f;
 #pragma omp simd reduction(+ : square)
       for (i64 j = 0; j < width; j++) square += a[j] * a[j];
@@ -488,8 +489,7 @@ static inline float inverse_length(const float *x, i64 width) {
 
 enum { MOST_VALUES = 1024 };
 
-/* One token of the gated delta rule. before[B][N][C][V] may be NULL, for zeros; `after` is another
- * tensor. */
+/* One token of the gated delta rule. before[B][N][C][V] may be NULL, for zeros; `after` may be it. */
 void delta_token(const float *q, const float *k, const float *v, const float *decay,
                  const float *beta, const float *before, float *after, float *out, i64 batch,
                  i64 key_heads, i64 heads, i64 width, i64 values) {
@@ -928,6 +928,61 @@ void attention_forward(const float *q, const float *k, const float *v, float *ou
   }
 }
 
+/* Eight floats; every `PICK` of them here is one instruction on x86. */
+typedef float Lanes __attribute__((vector_size(32), aligned(4), may_alias));
+typedef int32_t Places __attribute__((vector_size(32)));
+#ifdef __clang__
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PICK(a, b, ...) __builtin_shuffle(a, b, (Places){__VA_ARGS__})
+#endif
+enum { KEYS = 8, KEY_BLOCK = 32 };  /* keys at a time; and of a block, as far ahead are fetched */
+
+static inline __attribute__((always_inline)) Lanes sums_of_pairs(Lanes a, Lanes b) {
+  return PICK(a, b, 0, 2, 8, 10, 4, 6, 12, 14) + PICK(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
+}
+
+/* Products of a query with eight keys. */
+static inline __attribute__((always_inline)) Lanes key_products(const float *query,
+                                                                const float *const *key, i64 width) {
+  Lanes s[KEYS] = {{0.0f}};
+  i64 i = 0;
+  for (; i + 8 <= width; i += 8) {
+    Lanes x = *(const Lanes *)(query + i);
+    for (int n = 0; n < KEYS; n++) s[n] += x * *(const Lanes *)(key[n] + i);
+  }
+  for (; i < width; i++)
+    for (int n = 0; n < KEYS; n++) s[n][0] += query[i] * key[n][i];
+  Lanes a = sums_of_pairs(sums_of_pairs(s[0], s[1]), sums_of_pairs(s[2], s[3]));
+  Lanes b = sums_of_pairs(sums_of_pairs(s[4], s[5]), sums_of_pairs(s[6], s[7]));
+  return PICK(a, b, 0, 1, 2, 3, 8, 9, 10, 11) + PICK(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+}
+
+/* sum += weights @ values, of `count` keys. */
+static inline __attribute__((always_inline)) void add_values(const float *weight,
+                                                             const float *const *value, i64 count,
+                                                             i64 width, float *sum) {
+  i64 i = 0;
+  for (; i + 32 <= width; i += 32) {
+    Lanes s[4];
+    for (int n = 0; n < 4; n++) s[n] = *(Lanes *)(sum + i + 8 * n);
+    for (i64 j = 0; j < count; j++)
+      for (int n = 0; n < 4; n++) s[n] += weight[j] * *(const Lanes *)(value[j] + i + 8 * n);
+    for (int n = 0; n < 4; n++) *(Lanes *)(sum + i + 8 * n) = s[n];
+  }
+  for (; i < width; i++)
+    for (i64 j = 0; j < count; j++) sum[i] += weight[j] * value[j][i];
+}
+
+/* Key or value j of a row, or its last one; those of a block later are fetched into the cache. */
+static inline const float *key_of_row(const float *k, const i64 *place, i64 stride, i64 j, i64 keys,
+                                      i64 width) {
+  i64 own = j < keys ? j : keys - 1, later = j + KEY_BLOCK < keys ? j + KEY_BLOCK : keys - 1;
+  const float *far = k + (place ? place[later] : later) * stride;
+  for (i64 i = 0; i < width; i += 16) __builtin_prefetch(far + i);
+  return k + (place ? place[own] : own) * stride;
+}
+
 /* One query of each row over the keys of that row. Key j of a row and a head lies at row * row_stride +
  * head * head_stride + place * place_stride of `k`, its place being places[offsets[row] + j], or j
  * itself where `places` is NULL: then all rows have `length` keys, of which `bias` [rows][length], if
@@ -961,27 +1016,17 @@ void token_attention(const float *q, const float *new_k, const float *new_v, flo
       }
       const float *query = q + (row * query_heads + first * groups) * width;
       float *result = out + (row * query_heads + first * groups) * width;
-      /* Four keys at a time: a sum of its own for each hides what adding its lanes takes. */
-      for (i64 j = 0; j < keys; j += 4) {
-        i64 at[4];
-        for (i64 n = 0; n < 4; n++) {
-          i64 one = j + n < keys ? j + n : keys - 1;
-          at[n] = (place ? place[one] : one) * place_stride;
-        }
-        for (i64 g = 0; g < heads * groups; g++) {
-          const float *x = query + g * width, *own = key + g / groups * head_stride;
-          const float *k0 = own + at[0], *k1 = own + at[1], *k2 = own + at[2], *k3 = own + at[3];
-          float s0 = 0.0f, s1 = 0.0f, s2 = 0.0f, s3 = 0.0f;
-#pragma omp simd reduction(+ : s0, s1, s2, s3)
-          for (i64 i = 0; i < width; i++) {
-            s0 += x[i] * k0[i];
-            s1 += x[i] * k1[i];
-            s2 += x[i] * k2[i];
-            s3 += x[i] * k3[i];
+      for (i64 j = 0; j < keys; j += KEYS) {
+        i64 count = keys - j < KEYS ? keys - j : KEYS;
+        for (i64 h = 0; h < heads; h++) {
+          const float *own[KEYS];
+          for (i64 n = 0; n < KEYS; n++)
+            own[n] = key_of_row(key + h * head_stride, place, place_stride, j + n, keys, width);
+          for (i64 g = h * groups; g < (h + 1) * groups; g++) {
+            Lanes s = scale * key_products(query + g * width, own, width);
+            for (i64 n = 0; n < count; n++)
+              scores[g * keys + j + n] = s[n] + (bias ? bias[row * length + j + n] : 0.0f);
           }
-          float sums[4] = {s0, s1, s2, s3};
-          for (i64 n = 0; n < 4 && j + n < keys; n++)
-            scores[g * keys + j + n] = scale * sums[n] + (bias ? bias[row * length + j + n] : 0.0f);
         }
       }
       for (i64 g = 0; g < heads * groups; g++) {
@@ -998,24 +1043,102 @@ void token_attention(const float *q, const float *new_k, const float *new_v, flo
         for (i64 j = 0; j < keys; j++) score[j] *= sum;
       }
       memset(result, 0, sizeof(float) * heads * groups * width);
-      for (i64 j = 0; j < keys; j += 4) {
-        i64 at[4];
-        for (i64 n = 0; n < 4; n++) {
-          i64 one = j + n < keys ? j + n : keys - 1;
-          at[n] = (place ? place[one] : one) * place_stride;
-        }
-        for (i64 g = 0; g < heads * groups; g++) {
-          const float *own = value + g / groups * head_stride;
-          const float *v0 = own + at[0], *v1 = own + at[1], *v2 = own + at[2], *v3 = own + at[3];
-          float w[4], *sum = result + g * width;
-          for (i64 n = 0; n < 4; n++) w[n] = j + n < keys ? scores[g * keys + j + n] : 0.0f;
-#pragma omp simd
-          for (i64 i = 0; i < width; i++)
-            sum[i] += w[0] * v0[i] + w[1] * v1[i] + w[2] * v2[i] + w[3] * v3[i];
+      for (i64 j = 0; j < keys; j += KEY_BLOCK) {
+        i64 count = keys - j < KEY_BLOCK ? keys - j : KEY_BLOCK;
+        for (i64 h = 0; h < heads; h++) {
+          const float *own[KEY_BLOCK];
+          for (i64 n = 0; n < count; n++)
+            own[n] = key_of_row(value + h * head_stride, place, place_stride, j + n, keys, width);
+          for (i64 g = h * groups; g < (h + 1) * groups; g++)
+            add_values(scores + g * keys + j, own, count, width, result + g * width);
         }
       }
     }
   }
+}
+
+/* ---- parts of a decoder layer for one token of each row, whose linears have no bias ---- */
+
+/* down(silu(gate) * up), where x[rows][width] gate_up[width][2 * inner] are gate and up. `room` has
+ * rows * 3 * inner floats. */
+void token_mlp(const float *x, const float *gate_up, const float *down, float *y, i64 rows,
+               i64 width, i64 inner, float *room) {
+  float *gated = room + rows * 2 * inner;
+  product(PLAIN, PLAIN, rows, 2 * inner, width, 1.0f, x, width, gate_up, 2 * inner, 0.0f, room);
+  gated_forward(room, room + inner, gated, rows, inner, 2 * inner, 0);
+  product(PLAIN, PLAIN, rows, width, inner, 1.0f, gated, inner, down, width, 0.0f, y);
+}
+
+/* Projections, norms and rotation, `token_attention` of the new keys and values, gates, and the
+ * output's projection. With `is_gated` each query head of `qkv` has a query, then a gate. `room` has
+ * rows * (outputs of qkv + 2 * (query and key heads) * H) + T * query heads * longest floats. */
+void token_self_attention(const float *x, const float *qkv, const float *projection,
+                          const float *q_norm, const float *k_norm, const float *cos,
+                          const float *sin, float *k, float *v, const i64 *places,
+                          const int32_t *offsets, const float *bias, float *y, i64 rows,
+                          i64 channels, i64 query_heads, i64 key_heads, i64 width, i64 rotated,
+                          int is_gated, i64 row_stride, i64 head_stride, i64 place_stride,
+                          i64 longest, float scale, float epsilon, float offset, float *room) {
+  i64 query_width = query_heads * width, key_width = key_heads * width;
+  i64 step = is_gated ? 2 * width : width, outputs = query_heads * step + 2 * key_width;
+  float *q = room + rows * outputs, *new_k = q + rows * query_width;
+  float *new_v = new_k + rows * key_width, *out = new_v + rows * key_width;
+  product(PLAIN, PLAIN, rows, outputs, channels, 1.0f, x, channels, qkv, outputs, 0.0f, room);
+  normed_rotary(room, q_norm, q, cos, sin, rows, query_heads, width, outputs, step, rotated, epsilon,
+                offset);
+  normed_rotary(room + query_heads * step, k_norm, new_k, cos, sin, rows, key_heads, width, outputs,
+                width, rotated, epsilon, offset);
+  for (i64 r = 0; r < rows; r++)
+    memcpy(new_v + r * key_width, room + (r + 1) * outputs - key_width, sizeof(float) * key_width);
+  token_attention(q, new_k, new_v, k, v, places, offsets, bias, out, rows, query_heads, key_heads,
+                  width, row_stride, head_stride, place_stride, longest, scale,
+                  out + rows * query_width, query_heads * longest);
+  for (i64 h = 0; is_gated && h < rows * query_heads; h++) {
+    const float *gate = room + h / query_heads * outputs + h % query_heads * step + width;
+#pragma omp simd
+    for (i64 j = 0; j < width; j++) out[h * width + j] *= 1.0f / (1.0f + fast_exp(-gate[j]));
+  }
+  product(PLAIN, PLAIN, rows, channels, query_width, 1.0f, out, query_width, projection, channels,
+          0.0f, y);
+}
+
+/* A gated DeltaNet layer. `in_proj` gives queries, keys and values, the gate, and per value head beta
+ * and decay before their functions. Token r replaces what row rows_of[r], or r, of inputs[.][J-1][E]
+ * and state[.][N][C][V] holds. `room` has rows * (2 E + 2 N V + 5 N) floats. */
+void token_delta_net(const float *x, const float *in_proj, const float *taps_of,
+                     const float *decay_log, const float *decay_bias, const float *norm,
+                     const float *out_proj, float *inputs, float *state, const i64 *rows_of,
+                     float *y, i64 rows, i64 channels, i64 key_heads, i64 heads, i64 width,
+                     i64 values, i64 taps, float epsilon, float *room) {
+  i64 key_width = key_heads * width, inner = heads * values, mixed = 2 * key_width + inner;
+  i64 outputs = mixed + inner + 2 * heads;
+  float *out = room + rows * outputs, *spare = out + rows * inner;
+  product(PLAIN, PLAIN, rows, outputs, channels, 1.0f, x, channels, in_proj, outputs, 0.0f, room);
+#pragma omp parallel for schedule(static) if (rows > 1)
+  for (i64 r = 0; r < rows; r++) {
+    i64 row = rows_of ? rows_of[r] : r;
+    const float *u = room + r * outputs, *gate = u + mixed, *b = gate + inner, *a = b + heads;
+    float *before = inputs + row * (taps - 1) * mixed, *held = state + row * inner * width;
+    float *q = spare + r * (mixed + 3 * heads), *decay = q + mixed, *beta = decay + heads;
+#pragma omp simd
+    for (i64 e = 0; e < mixed; e++) {
+      float slope, sum = u[e] * taps_of[e * taps + taps - 1];
+      for (i64 j = 0; j < taps - 1; j++) sum += before[j * mixed + e] * taps_of[e * taps + j];
+      q[e] = sum * sigmoid_of(sum, 0, &slope);
+    }
+    memmove(before, before + mixed, sizeof(float) * (taps - 2) * mixed);
+    memcpy(before + (taps - 2) * mixed, u, sizeof(float) * mixed);
+    for (i64 n = 0; n < heads; n++) {
+      float wide = a[n] + decay_bias[n];
+      decay[n] = -expf(decay_log[n]) * (wide > 20.0f ? wide : log1pf(expf(wide)));
+      beta[n] = 1.0f / (1.0f + expf(-b[n]));
+    }
+    delta_token(q, q + key_width, q + 2 * key_width, decay, beta, held, held, out + r * inner, 1,
+                key_heads, heads, width, values);
+    gated_norm_forward(out + r * inner, gate, norm, out + r * inner, beta + heads, heads, values,
+                       epsilon);
+  }
+  product(PLAIN, PLAIN, rows, channels, inner, 1.0f, out, inner, out_proj, channels, 0.0f, y);
 }
 
 /* Gradients of `attention_forward`; a task is a key head of a segment. Gradients are written, not

@@ -10,6 +10,8 @@ import paddle
 import pytest
 
 from paddle_vl.cli.main import main
+from paddle_vl.config.schema import LoRAConfig
+from paddle_vl.generation.sampling import Sampling
 from paddle_vl.nn.attention import causal_attention
 from paddle_vl.nn.cpu import compiled, compiler, kernel_check
 from paddle_vl.nn.cpu import kernels as cpu
@@ -17,6 +19,8 @@ from paddle_vl.nn.delta_rule import gated_delta_rule
 from paddle_vl.nn.dispatch import has_compiled, use_kernels
 from paddle_vl.nn.examples import OUTPUT, examples_of, name_of, values_and_gradients
 from paddle_vl.nn.operations import rms_norm
+from paddle_vl.serving.engine import Engine, EngineSettings, Request
+from paddle_vl.testing.qwen3_5 import EXPERTS_3_5, tiny_qwen3_5
 from paddle_vl.train.step import ModelRunner
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.support.implementations import require_compiled
@@ -189,10 +193,61 @@ def test_the_setting_of_a_run_chooses_between_them_and_the_kernels_in_paddle(mon
     assert losses[0] == losses[1] == pytest.approx(losses[2], rel=1e-5)
 
 
+TOKEN = {"token_self_attention", "token_delta_net", "token_mlp"}
+
+
+@pytest.mark.usefixtures("_enabled")
+@pytest.mark.parametrize(
+    ("case", "called"),
+    [
+        ("plain", TOKEN),
+        ("engine", TOKEN),
+        # Each layer runs part by part.
+        ("adapter", set()),
+        ("experts", TOKEN),
+        ("padding", {"token_self_attention", "token_mlp"}),
+    ],
+)
+def test_a_token_of_an_answer_is_a_call_per_part_where_nothing_else_is_in_it(
+    monkeypatch, case, called
+):
+    """Experts have a shared MLP; hidden tokens reach a DeltaNet layer's state."""
+    library = Recorded(compiled._library)
+    monkeypatch.setattr(compiled, "_library", library)
+    model = tiny_qwen3_5(**(EXPERTS_3_5 if case == "experts" else {}))
+    if case == "adapter":
+        model.add_lora(LoRAConfig(r=2, target_modules=["o_proj", "out_proj", "down_proj"]))
+    ids = np.array([[1, 9, 2, 5], [7, 3, 3, 8]])
+    mask = np.array([[0, 1, 1, 1], [1, 1, 1, 1]]) if case == "padding" else None
+    answers = []
+    for choice in ("cpu", "plain"):
+        with use_kernels(choice):
+            if case == "engine":
+                answers.append(_answered(model, ids))
+            else:
+                found = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=4)
+                answers.append(found.tolist())
+    assert answers[0] == answers[1]
+    assert library.called & TOKEN == called
+
+
+def _answered(model, ids: np.ndarray) -> list[list[int | None]]:
+    """Answers of an engine."""
+    engine = Engine(model, EngineSettings(2, kv_cache_tokens=64))
+    engine.start()
+    handles = [engine.submit(Request(row, Sampling(4, temperature=0.0))) for row in ids]
+    answers = [[event.token_id for event in handle] for handle in handles]
+    engine.close()
+    return answers
+
+
 WRONG = {
     "causal_attention": ("inverse[r] = 1.0f / sum;", "inverse[r] = 1.01f / sum;"),
     "rms_norm": ("along /= channels;", "along /= channels + 1;"),
     "apply_rotary": ("o[j] = a[j] * c[j] + a[j + half]", "o[j] = a[j] * c[j] - a[j + half]"),
+    "self_attention": ("*= 1.0f / (1.0f + fast_exp(-gate[j]))", "*= fast_exp(-gate[j])"),
+    "gated_delta_net": ("wide > 20.0f ? wide : log1pf(expf(wide))", "wide"),
+    "swiglu_mlp": ("gated_forward(room, room + inner", "gated_forward(room, room"),
 }
 
 

@@ -249,7 +249,9 @@ class EmbeddedPrompts:
 
 def columns_of(inputs: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
     """Positions and rotary tables of some columns."""
+    # Not views, which each layer would copy.
+    tables = (x[:, begin:end].contiguous() for x in inputs["rotary_pos_emb"])
     return {
         "position_ids": inputs["position_ids"][:, :, begin:end],
-        "rotary_pos_emb": RotaryTables(*(x[:, begin:end] for x in inputs["rotary_pos_emb"])),
+        "rotary_pos_emb": RotaryTables(*tables),
     }

@@ -33,7 +33,7 @@ from paddle_vl.nn.attention import (
     RotaryTables,
     apply_rotary,
     mrope_tables,
-    normed_rotary,
+    self_attention,
     vision_tables,
 )
 from paddle_vl.nn.attention_masks import MASKED_SCORE, SliceMask
@@ -46,7 +46,7 @@ from paddle_vl.nn.operations import (
     RMSNorm,
     activation,
     gelu,
-    swiglu,
+    swiglu_mlp,
     times_constant,
 )
 from paddle_vl.nn.placement import Placement, RegionOps
@@ -310,7 +310,7 @@ class SwiGLUMLP(nn.Layer):
         self.down_proj = placement.layers.row_linear(inner, width, init_std)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.down_proj(swiglu(*self.gate_up_proj(x_TD)))
+        return swiglu_mlp(x_TD, self.gate_up_proj, self.down_proj)
 
 
 class VLSelfAttention(nn.Layer):
@@ -353,26 +353,7 @@ class VLSelfAttention(nn.Layer):
         cache: KeyValueCache | None = None,
         packed: PackedSamples | SliceMask | None = None,
     ) -> Tensor:
-        length, width = tables.cos_TH.shape[1], self.head_dim
-        q_BLNH, k_BLKH, v_BLKH = [
-            rows.reshape([-1, length, rows.shape[-1] // width, width])
-            for rows in self.qkv_proj(x_TD)
-        ]
-        gate_BLNH = None
-        if self.is_gated:
-            gated = q_BLNH.reshape([-1, length, q_BLNH.shape[2] // 2, 2 * width])
-            q_BLNH, gate_BLNH = paddle.split(gated, 2, axis=-1)
-        norm, weights = self.q_norm, (self.q_norm.weight, self.k_norm.weight)
-        q_BLNH, k_BLKH = normed_rotary(
-            q_BLNH, k_BLKH, tables.astype(x_TD.dtype), *weights, norm.epsilon, norm.offset
-        )
-        if cache is not None:
-            out_BLNH = cache.attend(q_BLNH, k_BLKH, v_BLKH, key_bias)
-        else:
-            out_BLNH = self.context.attend(q_BLNH, k_BLKH, v_BLKH, key_bias, packed)
-        if gate_BLNH is not None:
-            out_BLNH = out_BLNH * F.sigmoid(gate_BLNH)
-        return self.o_proj(out_BLNH.reshape([-1, out_BLNH.shape[2] * width]))
+        return self_attention(x_TD, self, tables, key_bias, cache, packed)
 
 
 class VLDecoderLayer(nn.Layer):

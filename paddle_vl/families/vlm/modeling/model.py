@@ -22,7 +22,7 @@ from paddle_vl.families.vlm.folders.pretrained import PretrainedVLModel
 from paddle_vl.families.vlm.modeling.call_arguments import called_batch, compute_position_ids
 from paddle_vl.families.vlm.modeling.layers import VisionFeatures, VisionTower
 from paddle_vl.families.vlm.modeling.moe import LoadBalance
-from paddle_vl.nn.attention import Segments
+from paddle_vl.nn.attention import RowPool, Segments
 from paddle_vl.nn.head_loss import (
     TargetRows,
     TargetSources,
@@ -34,7 +34,7 @@ from paddle_vl.nn.head_loss import (
     num_targets,
     summed_cross_entropy,
 )
-from paddle_vl.nn.key_value_cache import KeyValueCache, KeyValuePool, RowPool
+from paddle_vl.nn.key_value_cache import KeyValueCache, KeyValuePool
 from paddle_vl.nn.placement import Placement
 from paddle_vl.nn.transfer import device_tensor
 

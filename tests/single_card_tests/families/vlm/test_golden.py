@@ -13,7 +13,7 @@ import paddle
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from paddle_vl.families.qwen3_5 import model as qwen3_5_model
+from paddle_vl.nn import delta_rule
 from parity import qwen3_5, qwen_vl
 from parity.comparison import CaseReport
 from tests.support import forked
@@ -119,15 +119,15 @@ def test_a_wrong_tensor_and_an_uncompared_one_fail(family, wrong, tmp_path):
 
 
 def test_padding_in_the_state_and_a_state_of_the_sample_before_are_noticed(monkeypatch):
-    monkeypatch.setattr(qwen3_5_model, "real_tokens", lambda key_bias, length: None)
+    monkeypatch.setattr(delta_rule, "real_tokens", lambda key_bias, length: None)
     assert not reports("qwen3_5", "gen_left_pad_batch")[0].passed
     monkeypatch.undo()
-    plain = qwen3_5_model.gated_delta_rule
+    plain = delta_rule.gated_delta_rule
 
     def leaking(q, k, v, decay, beta, state=None, packed=None, keeps_state=False):
         return plain(q, k, v, decay, beta, state, None, keeps_state)
 
-    monkeypatch.setattr(qwen3_5_model, "gated_delta_rule", leaking)
+    monkeypatch.setattr(delta_rule, "gated_delta_rule", leaking)
     assert not reports("qwen3_5", "packed")[0].passed
 
 
