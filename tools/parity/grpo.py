@@ -222,7 +222,14 @@ def _through_model(golden: GRPOFolders, case: GRPOCase, report: CaseReport) -> N
         if f"{name}.norms" in case.samples:
             tolerance = 1e-4 if case.is_qwen3_5 else 5e-5
             compare_gradients(
-                report, case, name, *gradients(model), model.whole_shapes(), _SAMPLES, tolerance
+                report,
+                case,
+                name,
+                *gradients(model),
+                model.whole_shapes(),
+                _SAMPLES,
+                tolerance,
+                False,
             )
         for _, parameter in model.hf_named_parameters():
             parameter.clear_gradient(False)

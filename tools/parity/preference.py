@@ -328,11 +328,14 @@ def compare_gradients(
     shapes: Mapping[str, tuple[int, ...]],
     num_samples: int = _SAMPLES,
     tolerance: float = GRADIENT,
+    knows_largest: bool = True,
 ) -> None:
     """Compare norms, samples and full gradients of a loss of a case.
 
     Args:
         num_samples: entries that a case has of a larger tensor.
+        knows_largest: whether the largest entry is taken as one of these; else it is that of the
+            gradient found, as far as the norm allows.
     """
     report.relative("norm", name, norm, tolerance, case.meta["losses"][name]["grad_global_norm"])
     norms, samples = case.samples[f"{name}.norms"], case.samples[f"{name}.samples"]
@@ -357,6 +360,8 @@ def compare_gradients(
         if norms[number] > 1e-7 * norms.max():
             # Relative to the tensor's largest entry, of which the norm is a bound.
             largest = max(np.abs(wanted).max(), norms[number] / flat.size**0.5)
+            if not knows_largest:
+                largest = max(largest, min(np.abs(flat).max(), norms[number]))
             report.absolute("grads", f"{name} {key}", flat[places], tolerance * largest, wanted)
             if full is not None:
                 report.relative("full", f"{name} {key}", grad, tolerance, full)

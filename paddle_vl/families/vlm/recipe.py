@@ -24,6 +24,7 @@ from paddle_vl.families.vlm.folders.processor_fit import (
     model_collator,
     model_config,
 )
+from paddle_vl.families.vlm.grpo.answers import SampledAnswers
 from paddle_vl.families.vlm.inputs.collate import (
     PackedCollator,
     PreparedCollator,
@@ -38,7 +39,6 @@ from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.modeling.flops import VLFlops
 from paddle_vl.families.vlm.modeling.model import VLForConditionalGeneration
 from paddle_vl.families.vlm.preference.answers import ComparedAnswers
-from paddle_vl.families.vlm.preference.objective import PreferenceAdapter
 from paddle_vl.families.vlm.settings import PARTS, VLRun, processor_folder
 from paddle_vl.families.vlm.training.colocated import (
     ColocatedBatchAdapter,
@@ -127,6 +127,9 @@ class VLRecipe(Family):
         if config.compares_answers:
             train_data = cast(ConversationData, self.train_data)
             self.answers = ComparedAnswers(config, self.model_config, train_data, self._dataset)
+        elif config.learns_from_rewards:
+            self.answers = SampledAnswers(config, self.model_config)
+        if self.answers is not None:
             self.loss = self.answers.loss
             self.make_stage = self.answers.stages_of(self.make_stage)
 
@@ -137,7 +140,8 @@ class VLRecipe(Family):
         self.adapter_class: type[VLBatchAdapter] = VLBatchAdapter
         if self.config.parallel.schedule == "colocated":
             self.make_stage, self.adapter_class = ColocatedStage, ColocatedBatchAdapter
-        self.loss, self.answers = VLLoss(), None
+        self.loss: VLLoss = VLLoss()
+        self.answers: ComparedAnswers | SampledAnswers | None = None
 
     @property
     def sample_kind(self) -> str:
@@ -172,7 +176,7 @@ class VLRecipe(Family):
         model.generation_config = own.with_ends_of(self.processor.generation_config)
         adapter = self.adapter_class()
         if self.answers is not None:
-            adapter = PreferenceAdapter(adapter, self.answers.loss)
+            adapter = self.answers.adapter(adapter)
         return BuiltModel(
             model,
             adapter,
@@ -191,7 +195,7 @@ class VLRecipe(Family):
 
     def train_loader(self, collator: Collator, ranks: RankInfo) -> "PrefetchLoader | CorpusLoader":
         train = self.config.train
-        if not isinstance(self.train_data, ConversationData):
+        if isinstance(self.train_data, Corpus):
             size = train.per_device_train_batch_size
             rows = cast(VLCollator, collator)
             shard = (size, ranks.data_rank, ranks.data_size)

@@ -104,6 +104,7 @@ class RolloutCollator(PreferenceCollator):
         return batch
 
     def _check(self, number: int, rollout: Rollout) -> None:
+        assert isinstance(rollout, Rollout), "prompts are answered before they are collated"
         ids_C = rollout.completion_ids
         if not 0 < len(ids_C) <= self.max_completion_length:
             raise ValueError(

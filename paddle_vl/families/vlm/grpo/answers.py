@@ -1,0 +1,67 @@
+"""What a run that learns from rewards has in place of a run of conversations."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+from paddle import Tensor
+
+from paddle_vl.data.samples import Collator
+from paddle_vl.families.vlm.grpo.objective import RolloutAdapter, RolloutLoss, RolloutStage
+from paddle_vl.families.vlm.inputs.collate import PreparedCollator, VLCollator
+from paddle_vl.families.vlm.inputs.rollouts import RolloutBatch, RolloutCollator
+from paddle_vl.families.vlm.preference.reference import values_in, weights_checksum
+from paddle_vl.families.vlm.settings import VLRun
+from paddle_vl.families.vlm.training.objective import VLBatchAdapter
+
+
+class SampledAnswers:
+    """Loss, batches and reference of a run.
+
+    Attributes:
+        groups: evaluation data whose losses are computed: none, as a loss says nothing here.
+
+    Args:
+        model_config: of the model.
+    """
+
+    def __init__(self, config: VLRun, model_config: Any):
+        self.config, self.settings = config, config.grpo
+        text = model_config.text_config
+        aux_weight = text.router_aux_loss_coef if text.has_balance_loss(None) else None
+        self.loss, self.groups = RolloutLoss(self.settings, aux_weight), {}
+
+    def adapter(self, inner: VLBatchAdapter) -> RolloutAdapter:
+        """The adapter of rollouts, from that of samples."""
+        return RolloutAdapter(inner, self.loss)
+
+    def collator(self, collator: Collator, is_packed: bool = False) -> RolloutCollator:
+        """The collator of rollouts, from that of samples; packing is refused."""
+        return RolloutCollator(
+            cast(VLCollator, collator),
+            temperature=self.settings.temperature,
+            max_completion_length=self.settings.max_completion_length,
+        )
+
+    def prepared(self, collator: Collator, vision: Any) -> PreparedCollator:
+        """Makes batches of such a collator complete."""
+        return PreparedCollator(collator, vision, self.loss.divisors, RolloutBatch)
+
+    def stages_of(self, make_stage: Callable[[Any, range], Any]) -> Callable[[Any, range], Any]:
+        """Makes pipeline stages of rollouts, from those of samples."""
+        return lambda model, layers: RolloutStage(make_stage(model, layers), self.settings)
+
+    @property
+    def reference(self) -> Path:
+        """The folder of the reference's weights."""
+        folder = self.settings.ref_model or self.config.model.pretrained
+        assert folder is not None, "refused when the settings were read"
+        return Path(folder)
+
+    def reference_values(self, model: Any) -> Iterator[tuple[Tensor, Tensor]] | None:
+        """See `Family`."""
+        return values_in(self.reference, model) if self.settings.has_reference else None
+
+    def checksum(self) -> str | None:
+        """See `Family`."""
+        return weights_checksum(self.reference) if self.settings.has_reference else None
