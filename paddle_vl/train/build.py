@@ -59,6 +59,7 @@ from paddle_vl.train.reporting.metrics import evaluation_keys
 from paddle_vl.train.resume import changed_settings, check_pretrained, checkpoint_to_resume
 from paddle_vl.train.run_lock import RunLock
 from paddle_vl.train.schedule import RunLength, seed_everything
+from paddle_vl.train.rollouts import RolloutFeed
 from paddle_vl.train.step import Runner
 from paddle_vl.train.trainer import Trainer
 
@@ -169,7 +170,7 @@ def _build(
             "do not read the same data",
             "Give all machines the same data files",
         )
-    length = _length(config, loader)
+    length = _length(config, loader, family.updates_per_batch)
     peak_flops = device_peak(config.model.compute_dtype, config.logging.device_peak_tflops)
 
     has_evaluation, eval_loaders = family.eval_data is not None, {}
@@ -204,6 +205,15 @@ def _build(
         losses = combined(by_source, family.loss)
         return losses if answering is None or not asks else answering(losses, received)
 
+    feed, train = None, config.train
+    count_flops = None if peak_flops is None else family.flop_counter(model, engine.placed.trained)
+    if family.samples_answers:
+        rollouts = family.rollouts(model, built.collator)
+        feed = RolloutFeed(
+            loader, rollouts, partial(rollouts.sampled, model), runner,
+            train.per_device_train_batch_size, train.gradient_accumulation_steps, length.steps,
+            ranks, config.logging.data_wait_warning_s, count_flops,
+        )  # fmt: skip
     trainer = Trainer(
         config,
         runner,
@@ -214,15 +224,20 @@ def _build(
         evaluate if has_evaluation else None,
         ranks,
         peak_flops,
-        None if peak_flops is None else family.flop_counter(model, engine.placed.trained),
+        count_flops,
         lock,
         built.save_streamed and partial(save_with, built.save_streamed),
         None if family.answers is None else _reference_checksum(family.answers, ranks),
+        feed,
     )
     if trainer.best is not None:
         scores = answering.questions.names if answering else ()
         trainer.best.check_metric(evaluation_keys(family.loss, eval_loaders, built.measure, scores))
-    loader.while_waiting = trainer.check_data_wait
+    if feed is None:
+        loader.while_waiting = trainer.check_data_wait
+    else:
+        # Ranks leave together, between the answers to some prompts.
+        feed.received = lambda: trainer.stop.received
     if isinstance(engine.own_runner, ColocatedRunner):
         engine.own_runner.upcoming = trainer.feed.upcoming
     if checkpoint is not None:
@@ -383,7 +398,7 @@ def needed_memory(
     return needed(of_language) + needed(of_encoder, encoder_lanes=lanes)
 
 
-def _length(config: RunConfig, loader: PrefetchLoader) -> RunLength:
+def _length(config: RunConfig, loader: PrefetchLoader, updates_per_batch: float) -> RunLength:
     train = config.train
     if train.max_tokens is not None:
         return RunLength(tokens=train.max_tokens)
@@ -391,7 +406,7 @@ def _length(config: RunConfig, loader: PrefetchLoader) -> RunLength:
         return RunLength(train.max_steps)
     assert train.num_train_epochs is not None, "one of the three is set, see TrainConfig"
     batches = loader.batches_in(train.num_train_epochs)
-    num_steps = max(1, math.ceil(batches / train.gradient_accumulation_steps))
+    num_steps = max(1, math.ceil(batches * updates_per_batch))
     made = f"the {num_steps} steps that train.num_train_epochs {train.num_train_epochs} makes of"
     raise_problems(list(step_problems(train, num_steps, f"{made} this data")))
     return RunLength(num_steps)

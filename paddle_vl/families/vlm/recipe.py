@@ -25,6 +25,7 @@ from paddle_vl.families.vlm.folders.processor_fit import (
     model_config,
 )
 from paddle_vl.families.vlm.grpo.answers import SampledAnswers
+from paddle_vl.families.vlm.grpo.rollouts import Rollouts
 from paddle_vl.families.vlm.inputs.collate import (
     PackedCollator,
     PreparedCollator,
@@ -36,6 +37,7 @@ from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.open_data import open_conversations
 from paddle_vl.families.vlm.inputs.preference import PreferenceReader
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.inputs.prompts import PromptReader
 from paddle_vl.families.vlm.modeling.flops import VLFlops
 from paddle_vl.families.vlm.modeling.model import VLForConditionalGeneration
 from paddle_vl.families.vlm.preference.answers import ComparedAnswers
@@ -128,7 +130,7 @@ class VLRecipe(Family):
             train_data = cast(ConversationData, self.train_data)
             self.answers = ComparedAnswers(config, self.model_config, train_data, self._dataset)
         elif config.learns_from_rewards:
-            self.answers = SampledAnswers(config, self.model_config)
+            self.answers = SampledAnswers(config, self.model_config, self.train_data)
         if self.answers is not None:
             self.loss = self.answers.loss
             self.make_stage = self.answers.stages_of(self.make_stage)
@@ -202,6 +204,14 @@ class VLRecipe(Family):
             loader = self.train_data.train_loader(rows, *shard, self._prepared)
             self._divide(loader)
             return loader
+        if self.samples_answers:
+            answers = cast(SampledAnswers, self.answers)
+            steps = answers.settings.steps_per_generation or train.gradient_accumulation_steps
+            rows = train.per_device_train_batch_size * steps
+            return super().loader(
+                *(answers.prompts, list, ranks, rows // answers.settings.num_generations),
+                num_epochs=None, shuffle=True, drop_last=True, seed=train.seed,
+            )  # fmt: skip
         samples: Any = self.train_data
         packing, data = None, self.config.data
         if data.packing:
@@ -275,6 +285,30 @@ class VLRecipe(Family):
 
         return of_rank
 
+    @property
+    def samples_answers(self) -> bool:
+        return isinstance(self.answers, SampledAnswers) and self.answers.prompts is not None
+
+    @property
+    def updates_per_batch(self) -> float:
+        if not self.samples_answers:
+            return super().updates_per_batch
+        grpo, accumulation = self.config.grpo, self.config.train.gradient_accumulation_steps
+        steps = grpo.steps_per_generation or accumulation
+        return steps // accumulation * grpo.num_iterations
+
+    def rollouts(self, model: Model, collator: Collator) -> Rollouts:
+        """See `Family`."""
+        answers = cast(SampledAnswers, self.answers)
+        of_lane = self._prepared(answers.collator(collator))
+        own_rows = self._own_rows(self.config.parallel.schedule == "plain")
+
+        def make_batch(rows: Sequence[Any]) -> Any:
+            batch = of_lane(rows)
+            return batch if own_rows is None else own_rows(batch)
+
+        return answers.rollouts(model, self.processor, make_batch)
+
     def eval_loaders(self, collator: Collator, ranks: RankInfo) -> Mapping[str, PrefetchLoader]:
         if self.answers is not None:
             own, groups = self.answers.collator(collator), self.answers.groups.items()
@@ -298,7 +332,9 @@ class VLRecipe(Family):
 
     def _dataset(self, entries: Sequence[Any]) -> ConversationData:
         config = self.config
-        reader = PreferenceReader if config.compares_answers else RowReader
+        reader: Any = PreferenceReader if config.compares_answers else RowReader
+        if config.learns_from_rewards:
+            reader = partial(PromptReader, is_asked=entries is config.data.eval)
         return open_conversations(entries, config.data, self.processor, config.train.seed, reader)
 
 

@@ -366,7 +366,15 @@ class VLRun(RunConfig):
             return
         ranks = parallel.dp_degree * parallel.sharding_degree // parallel.cp_degree
         rows = self.train.per_device_train_batch_size * ranks
-        yield from grpo.problems(rows, self.train.gradient_accumulation_steps)
+        accumulation = self.train.gradient_accumulation_steps
+        yield from grpo.problems(rows, accumulation)
+        own, group = self.train.per_device_train_batch_size * accumulation, grpo.num_generations
+        if own % group:
+            yield (
+                f"an update has {own} answers of a data rank (train.per_device_train_batch_size x "
+                f"train.gradient_accumulation_steps), which groups of grpo.num_generations {group} "
+                f"do not fill: a rank samples whole groups; make it a multiple of {group}"
+            )
         for name in ("packing", "train_on_prompt", "mask_history"):
             if getattr(data, name):
                 yield (

@@ -1,6 +1,6 @@
 """What a run that learns from rewards has in place of a run of conversations."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -8,7 +8,11 @@ from paddle import Tensor
 
 from paddle_vl.data.samples import Collator
 from paddle_vl.families.vlm.grpo.objective import RolloutAdapter, RolloutLoss, RolloutStage
+from paddle_vl.families.vlm.grpo.rollouts import Rollouts
 from paddle_vl.families.vlm.inputs.collate import PreparedCollator, VLCollator
+from paddle_vl.families.vlm.inputs.dataset import ConversationData
+from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.inputs.prompts import Prompts
 from paddle_vl.families.vlm.inputs.rollouts import RolloutBatch, RolloutCollator
 from paddle_vl.families.vlm.preference.reference import values_in, weights_checksum
 from paddle_vl.families.vlm.settings import VLRun
@@ -19,14 +23,20 @@ class SampledAnswers:
     """Loss, batches and reference of a run.
 
     Attributes:
+        prompts: that the model answers; None for answers that are given.
         groups: evaluation data whose losses are computed: none, as a loss says nothing here.
 
     Args:
         model_config: of the model.
+        train_data: conversations of a `PromptReader`, or answers.
     """
 
-    def __init__(self, config: VLRun, model_config: Any):
+    def __init__(self, config: VLRun, model_config: Any, train_data: Any):
         self.config, self.settings = config, config.grpo
+        self.prompts: Prompts | None = None
+        if isinstance(train_data, ConversationData):
+            self.prompts = Prompts(train_data, self.settings.max_completion_length)
+            self.prompts.check_room()
         text = model_config.text_config
         aux_weight = text.router_aux_loss_coef if text.has_balance_loss(None) else None
         self.loss, self.groups = RolloutLoss(self.settings, aux_weight), {}
@@ -42,6 +52,18 @@ class SampledAnswers:
             temperature=self.settings.temperature,
             max_completion_length=self.settings.max_completion_length,
         )
+
+    def rollouts(
+        self, model: Any, processor: VLProcessor, make_batch: Callable[[Sequence[Any]], Any]
+    ) -> Rollouts:
+        """What samples and scores answers to the prompts.
+
+        Args:
+            make_batch: makes this rank's batch of rollouts.
+        """
+        assert self.prompts is not None, "asked for where there are prompts"
+        ends, seed = model.generation_config.eos_token_ids, self.config.train.seed
+        return Rollouts(self.settings, self.prompts, processor, ends, make_batch, seed)
 
     def prepared(self, collator: Collator, vision: Any) -> PreparedCollator:
         """Makes batches of such a collator complete."""

@@ -38,6 +38,12 @@ from paddle_vl.families.vlm.training.pipeline import VLStage
 from paddle_vl.nn.placement import Context
 
 _CLIPS = ("low", "high", "region")
+# Of the sampler's log-probabilities and the trainer's, of tokens; the largest of micro-batches.
+GAP_MEAN = "sampling/sampling_logp_difference/mean"
+GAP = (
+    *(GAP_MEAN, "sampling/sampling_logp_difference/max"),
+    *(f"sampling/importance_sampling_ratio/{name}" for name in ("mean", "min", "max")),
+)
 
 
 @dataclass
@@ -101,6 +107,7 @@ class RolloutLoss(VLLoss):
             terms["cispo_clip_ratio"] = 0.0, tokens
         elif settings.loss_type == "vespo":
             terms["vespo/phi_seq_mean"] = 0.0, answers
+        terms |= {name: (0.0, tokens if "mean" in name else "num_learned_batches") for name in GAP}
         self.terms = {name: weight for name, (weight, _) in terms.items()}
         self.divisors = [divisor for _, divisor in terms.values()]
 
@@ -144,6 +151,7 @@ class RolloutLoss(VLLoss):
             found |= self._clips(output)
             if "vespo/phi_seq_mean" in self.terms:
                 found["vespo/phi_seq_mean"] = (vespo_weights(a) * output.is_real).sum()
+            found |= dict(zip(GAP, self._gaps(a), strict=True))
         return {name: found[name] for name in self.terms}
 
     def _bonus(self, a: Answers, entropy_S: Tensor) -> Tensor:
@@ -176,6 +184,19 @@ class RolloutLoss(VLLoss):
             elif name == "high":
                 found["clip_ratio/high_max"] = (means_S * is_learned_S.astype("float32")).max()
         return found
+
+    @staticmethod
+    def _gaps(a: Answers) -> list[Tensor]:
+        """The values of `GAP`."""
+        is_learned = (a.rows.lengths.sum() > 0).astype("float32")
+        gap_N = a.trainer_old - a.sampled
+        # A token that stands for none.
+        gap_N = paddle.where(a.rows.is_target, gap_N, paddle.zeros_like(gap_N))
+        ratio_N = gap_N.exp()
+        total = a.rows.total
+        means = [total((x * a.rows.is_target.astype("float32")).sum()) for x in (gap_N.abs(), ratio_N)]
+        most = [x * is_learned for x in (gap_N.abs().max(), ratio_N.min(), ratio_N.max())]
+        return [means[0], most[0], means[1], *most[1:]]
 
     def values(self, output: RolloutOutput) -> Tensor:
         """`[N]`: the log-probabilities, which passes before an update keep."""

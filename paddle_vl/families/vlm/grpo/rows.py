@@ -29,11 +29,11 @@ class Rows:
     ):
         own_NS = numbers_N.unsqueeze(1) == paddle.arange(lengths_S.shape[0])
         self._is_of_NS: Any = (own_NS & is_target_N.unsqueeze(1)).astype("float32")
-        self._total, self.lengths = total, lengths_S
+        self.total, self.lengths, self.is_target = total, lengths_S, is_target_N
 
     def sum(self, x_N: Tensor) -> Tensor:
         """`[S]`: sums over the tokens of each answer, in the same order on every device."""
-        return self._total((x_N.unsqueeze(1) * self._is_of_NS).sum(axis=0))
+        return self.total((x_N.unsqueeze(1) * self._is_of_NS).sum(axis=0))
 
     def mean(self, x_N: Tensor) -> Tensor:
         """`[S]`: means over the tokens of each answer; 0 of one without any."""

@@ -191,6 +191,16 @@ class GRPOConfig(Section):
     """longest time of a call of a reward, in seconds"""
     on_reward_error: Literal["fail", "skip"] = "fail"
     """end the run, or leave an answer out, when a reward fails on it"""
+    dynamic_sample: bool = False
+    """leave out groups whose outcome_rewards are all equal, and answer further prompts in their
+    place (DAPO)"""
+    max_resample_times: Annotated[int, Field(ge=0)] = 3
+    """how often further prompts are answered for one generation, with dynamic_sample; then it has
+    the groups that were found"""
+    outcome_rewards: list[str] | None = None
+    """of rewards those that say right or wrong, for dynamic_sample; default: all but formats"""
+    max_num_seqs: Annotated[int, Field(ge=2)] = 128
+    """most answers that a data rank samples at once; their keys and values take memory"""
 
     @model_validator(mode="before")
     @classmethod
@@ -302,6 +312,15 @@ class GRPOConfig(Section):
             )
         if len({*self.rewards}) < len(self.rewards):
             yield f"grpo.rewards {self.rewards} names a reward twice: add up their weights"
+        if group > self.max_num_seqs:
+            yield (
+                f"grpo.num_generations is {group} and grpo.max_num_seqs {self.max_num_seqs}: the "
+                "answers to a prompt are sampled at once; raise max_num_seqs"
+            )
+        if unknown := [each for each in self.outcome_rewards or () if each not in self.rewards]:
+            yield f"grpo.outcome_rewards names {', '.join(unknown)}, which grpo.rewards has not"
+        if self.outcome_rewards and not self.dynamic_sample:
+            yield "grpo.outcome_rewards is set but grpo.dynamic_sample is not: set it, or remove it"
 
     def _loss_problems(self) -> Iterator[str]:
         name, fields = self.loss_type, type(self).model_fields
