@@ -47,8 +47,8 @@ class Sampling:
         suppress_tokens: never chosen, as in HF.
         logprobs: give the log-probability of each token and this many of the most likely ones, of
             the scores before any rule; None for neither.
-        logprobs_mode: of the scores after all rules, from which a token is drawn, as in vLLM; those
-            of a row that does not sample are raw.
+        logprobs_mode: of the scores before any rule, or as in vLLM after all of them but, without
+            penalties, suppress_tokens; those of a row that does not sample are raw.
         allowed: called on the model's thread with the answer so far before each token.
 
     Raises:
@@ -123,6 +123,13 @@ class AnswerRow:
         self._counts_T = np.zeros(len(self._ids_T))
 
     @property
+    def has_penalties(self) -> bool:
+        """Whether scores change beside those of suppressed tokens."""
+        own = self.sampling
+        penalties = (own.presence_penalty, own.frequency_penalty, own.min_tokens)
+        return own.repetition_penalty != 1 or any(penalties)
+
+    @property
     def num_penalized(self) -> int:
         return len(self._ids_T)
 
@@ -187,7 +194,9 @@ def choose_tokens(
         return [ChosenToken(int(token)) for token in tokens]
     modes = [row.sampling.samples and row.sampling.logprobs_mode[0] == "p" for row in rows]
     if any(modes):
-        shaped_RV = shaped(scores_RV, [row.sampling for row in rows])
+        # A token that is suppressed for what it is still has its share, as in training.
+        bare_RV = scores_RV if any(row.has_penalties for row in rows) else logits_RV
+        shaped_RV = shaped(bare_RV, [row.sampling for row in rows])
         logits_RV = paddle.where(_column(modes, bool), shaped_RV, logits_RV)
     logprobs_RV = F.log_softmax(logits_RV, axis=-1)
     own_R1 = paddle.take_along_axis(logprobs_RV, token_R.unsqueeze(1), axis=1)
