@@ -197,9 +197,10 @@ class VLBatch(HostBatch):
     # that are divided by the temperature.
     returns_log_probs: bool = False
     temperature: float = 1.0
-    # Or the most likely tokens behind them, to answer; then with the numbers of the prompts that
+    # Or the most likely tokens behind them, or the scores of all, to answer; then with the numbers of the prompts that
     # are the first rows, and with caches of their keys. From `answering.questions`.
     returns_choices: bool = False
+    returns_scores: bool = False
     numbers: list[int] | None = None
     caches: list[Any] | None = None
     # Of a call with HF's arguments alone: labels with -100 ignored, not shifted, and factors of

@@ -165,6 +165,22 @@ def head_choices(
     return head(x_TD, reduced).astype("int64")
 
 
+def head_scores(
+    head: AdaptableLinear, x_TD: Tensor, rows_R: Tensor, vocabulary: Vocabulary
+) -> Tensor:
+    """The logits of all tokens after some rows, `[R, V]` float32 and the same on every mp rank. No
+    gradient; arguments as of `head_loss`."""
+
+    def reduced(predict: Predict, rows: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
+        own_RV = predict([paddle.index_select(x, rows_R) for x in rows], parameters)
+        own_RV, places = own_RV.astype("float32"), vocabulary.size
+        shares = [paddle.zeros_like(own_RV)] * places
+        shares[vocabulary.rank] = own_RV
+        return vocabulary.total(paddle.concat(shares, axis=1)) if places > 1 else own_RV
+
+    return head(x_TD, reduced)
+
+
 def summed_cross_entropy(
     logits_TV: Tensor,
     targets_T: Tensor,

@@ -60,6 +60,7 @@ from paddle_vl.train.resume import changed_settings, check_pretrained, checkpoin
 from paddle_vl.train.run_lock import RunLock
 from paddle_vl.train.schedule import RunLength, seed_everything
 from paddle_vl.train.rollouts import RolloutFeed
+from paddle_vl.train.split_sampling import SplitSampler
 from paddle_vl.train.step import Runner
 from paddle_vl.train.trainer import Trainer
 
@@ -209,8 +210,16 @@ def _build(
     count_flops = None if peak_flops is None else family.flop_counter(model, engine.placed.trained)
     if family.samples_answers:
         rollouts = family.rollouts(model, built.collator)
+        parallel, sample = config.parallel, partial(rollouts.sampled, model)
+        # Layers that are whole on no rank, or gathered from several at every pass.
+        if model.placement.splits_parameters or parallel.sharding_stage == 3:
+            multiple = model.placement.ops.row_part.size
+            most = rollouts.settings.max_num_seqs
+            sample = SplitSampler(
+                rollouts.batches, rollouts.samplings, runner, ranks, most, multiple
+            )
         feed = RolloutFeed(
-            loader, rollouts, partial(rollouts.sampled, model), runner,
+            loader, rollouts, sample, runner,
             train.per_device_train_batch_size, train.gradient_accumulation_steps, length.steps,
             ranks, config.logging.data_wait_warning_s, count_flops,
         )  # fmt: skip

@@ -239,7 +239,8 @@ class RolloutFeed:
         number = max(1, -(-number // accumulation)) * accumulation
         runner = self._runner
         idle = (runner.adapter.idle_batch(runner.model) for _ in range(number - len(batches)))
-        return [*batches, *idle]
+        # They have no samples, and so no lengths.
+        return [*batches, *(each | {"lengths": ()} for each in idle)]
 
     # Log-probabilities of the policy that answered.
 
@@ -338,7 +339,8 @@ class RolloutFeed:
     def state(self) -> dict[str, Any]:
         """What a checkpoint stores: JSON values, and `arrays` of a generation that is not used up.
         Called by all ranks."""
-        plain = {"update": self._update, "counts": self._counts, "metrics": self._metrics}
+        plain: dict[str, Any] = {"update": self._update, "data_size": self._ranks.data_size}
+        plain |= {"counts": self._counts, "metrics": self._metrics}
         if self._update == self._num_updates:
             return plain
         own = {}
@@ -387,7 +389,7 @@ class RolloutFeed:
         stored = read_header(folder / f"{STATE_STEM}.safetensors")
         self._groups = _restored({name: each.read() for name, each in stored.items()})
         ranks, prompts = self._ranks, self._rollouts.prompts
-        if max(each.owner for each in self._groups) >= ranks.data_size:
+        if state["data_size"] != ranks.data_size:
             for place, group in enumerate(self._groups):
                 group.owner = place % ranks.data_size
         for group in self._groups:

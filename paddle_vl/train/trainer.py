@@ -378,8 +378,9 @@ class Trainer:
         if losses is None:
             self.stop_signal = self.ranks.agree([], self.stop.received)[1]
             return
-        logger.info("step %d: eval loss %.4f", self.step, losses.loss)
         entries = evaluation_entries(losses)
+        if "eval_loss" in entries:
+            logger.info("step %d: eval loss %.4f", self.step, losses.loss)
         self.reporter.write(self.step, entries)
         self.reporter.show(self.step, losses.answers)
         if losses.shown and self.ranks.is_main:

@@ -19,6 +19,7 @@ from paddle_vl.data.sample_lengths import sample_lengths
 from paddle_vl.data.samples import Collator, SampleSource
 from paddle_vl.families.base import BuiltModel, Family, RankInfo
 from paddle_vl.families.flops import FlopCounter
+from paddle_vl.families.vlm.answering.questions import PromptCollator
 from paddle_vl.families.vlm.folders.processor_fit import (
     check_processor_fits,
     model_collator,
@@ -253,7 +254,7 @@ class VLRecipe(Family):
 
     def _prepared(self, collator: Any) -> PreparedCollator:
         vision = self.model_config.vision_config
-        if self.answers is not None:
+        if self.answers is not None and not isinstance(collator, PromptCollator):
             return self.answers.prepared(collator, vision)
         return PreparedCollator(collator, vision)
 
@@ -300,14 +301,8 @@ class VLRecipe(Family):
     def rollouts(self, model: Model, collator: Collator) -> Rollouts:
         """See `Family`."""
         answers = cast(SampledAnswers, self.answers)
-        of_lane = self._prepared(answers.collator(collator))
         own_rows = self._own_rows(self.config.parallel.schedule == "plain")
-
-        def make_batch(rows: Sequence[Any]) -> Any:
-            batch = of_lane(rows)
-            return batch if own_rows is None else own_rows(batch)
-
-        return answers.rollouts(model, self.processor, make_batch)
+        return answers.rollouts(model, self.processor, collator, own_rows)
 
     def eval_loaders(self, collator: Collator, ranks: RankInfo) -> Mapping[str, PrefetchLoader]:
         if self.answers is not None:

@@ -8,13 +8,18 @@ Shapes: L prompt length, C tokens of an answer.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from paddle_vl.batch.rows import IGNORE_INDEX
+from paddle_vl.batch.schema import VLBatch
 from paddle_vl.families.vlm.answering.batched import BatchedModel, Prompt
+from paddle_vl.families.vlm.answering.questions import PromptBatches
+from paddle_vl.families.vlm.inputs.collate import VISUAL_KEYS, prepared
+from paddle_vl.families.vlm.inputs.preference import Answer, PreferenceCollator
 from paddle_vl.generation.sampling import AnswerRow, ChosenToken, Sampling, choose_tokens
 
 _BLOCK = 16
@@ -58,6 +63,43 @@ class _Row:
 
 def _blocks_for(tokens: int) -> int:
     return -(-tokens // _BLOCK)
+
+
+class GroupBatches(PromptBatches):
+    """Batches whose rows are prompts, several times each, for a model that is split over ranks.
+
+    Args:
+        own_rows: makes of a batch this rank's; None where they do not differ.
+        vision: a tower's configuration, to lay out the patches.
+    """
+
+    def __init__(self, *args: Any, own_rows: Callable[[Any], Any] | None, vision: Any):
+        super().__init__(*args, "returns_scores")
+        self._own_rows, self._vision = own_rows, vision
+
+    def batch(self, prompts: Sequence[Mapping[str, np.ndarray]]) -> VLBatch:
+        """Some rows; equal prompts, which are one object, share their images."""
+        collator = PreferenceCollator(self._collator.collator)
+        missing = -len(prompts) % self._collator.collator.num_parts or int(not prompts)
+        rows = [*prompts, *[self._collator.filler] * missing]
+        owners = dict[int, int]()
+        answers = list[Answer]()
+        for number, each in enumerate(rows):
+            labels_L = np.full_like(each["input_ids"], IGNORE_INDEX)
+            grids = {key: each[key] for key in VISUAL_KEYS if "grid" in key and key in each}
+            owner = owners.setdefault(id(each), number)
+            sample = {"input_ids": each["input_ids"], "labels": labels_L, **grids}
+            answers.append(Answer(sample, True, owner))
+        visual = {
+            number: {key: rows[number][key] for key in VISUAL_KEYS if key in rows[number]}
+            for number in owners.values()
+        }
+        batch = collator.collated(answers, [[number] for number in range(len(rows))])
+        del batch["label_branches"]
+        pixels = {number: each for number, each in visual.items() if each}
+        batch |= collator.shared_visual(batch, answers, pixels)
+        found = prepared({**batch, "numbers": [*range(len(prompts))]}, self._vision)
+        return found if self._own_rows is None else self._own_rows(found)
 
 
 class GroupSampler:

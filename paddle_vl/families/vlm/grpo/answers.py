@@ -7,6 +7,7 @@ from typing import Any, cast
 from paddle import Tensor
 
 from paddle_vl.data.samples import Collator
+from paddle_vl.families.vlm.answering.groups import GroupBatches
 from paddle_vl.families.vlm.grpo.objective import RolloutAdapter, RolloutLoss, RolloutStage
 from paddle_vl.families.vlm.grpo.rollouts import Rollouts
 from paddle_vl.families.vlm.inputs.collate import PreparedCollator, VLCollator
@@ -54,16 +55,31 @@ class SampledAnswers:
         )
 
     def rollouts(
-        self, model: Any, processor: VLProcessor, make_batch: Callable[[Sequence[Any]], Any]
+        self,
+        model: Any,
+        processor: VLProcessor,
+        collator: Collator,
+        own_rows: Callable[[Any], Any] | None,
     ) -> Rollouts:
         """What samples and scores answers to the prompts.
 
         Args:
-            make_batch: makes this rank's batch of rollouts.
+            collator: of samples.
+            own_rows: makes of a data lane's batch this rank's; None where they do not differ.
         """
         assert self.prompts is not None, "asked for where there are prompts"
         ends, seed = model.generation_config.eos_token_ids, self.config.train.seed
-        return Rollouts(self.settings, self.prompts, processor, ends, make_batch, seed)
+        vision, longest = model.config.vision_config, self.settings.max_completion_length
+        of_lane = self.prepared(self.collator(collator), vision)
+
+        def collate(rows: Sequence[Any]) -> Any:
+            return of_lane(rows) if own_rows is None else own_rows(of_lane(rows))
+
+        batches = GroupBatches(
+            model, processor, cast(VLCollator, collator), longest, ends, own_rows=own_rows,
+            vision=vision,
+        )  # fmt: skip
+        return Rollouts(self.settings, self.prompts, processor, ends, collate, batches, seed)
 
     def prepared(self, collator: Collator, vision: Any) -> PreparedCollator:
         """Makes batches of such a collator complete."""

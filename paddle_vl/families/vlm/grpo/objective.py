@@ -230,8 +230,12 @@ class RolloutAdapter(PreferenceAdapter):
         return without_rollouts(self.inner.idle_batch(model) | {"counts": counts})
 
     def forward(self, model: Any, batch: Any) -> Any:
+        found = model(batch)
+        # Of prompts the next tokens.
+        if not batch.returns_log_probs:
+            return found
         context = model.placement.ops.context
-        return RolloutOutput.of(model(batch), batch, self.loss.settings, context)
+        return RolloutOutput.of(found, batch, self.loss.settings, context)
 
 
 class RolloutStage(PreferenceStage):
@@ -246,5 +250,7 @@ class RolloutStage(PreferenceStage):
         self.settings = settings
 
     def output_of(self, found: VLOutput, batch: Any) -> Any:
+        if not batch.returns_log_probs:
+            return found
         context = self.stage.model.placement.ops.context
         return RolloutOutput.of(found, batch, self.settings, context)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_vl.families.vlm.answering.groups import GroupSampler, Sampled
+from paddle_vl.families.vlm.answering.groups import GroupBatches, GroupSampler, Sampled
 from paddle_vl.families.vlm.grpo.advantages import advantages, total_rewards
 from paddle_vl.families.vlm.grpo.metrics import completion_metrics, reward_metrics
 from paddle_vl.families.vlm.grpo.rewards import Rewards, SampledAnswer
@@ -61,6 +61,7 @@ class Rollouts:
         prompts: of data.train.
         ends: tokens that end an answer.
         collate: makes this rank's batch of rollouts.
+        batches: makes batches of prompts, for a model that is split over ranks.
         seed: of the run.
         base: folder that the paths of rewards are relative to.
 
@@ -75,11 +76,13 @@ class Rollouts:
         processor: VLProcessor,
         ends: Sequence[int],
         collate: Callable[[Sequence[Rollout]], Any],
+        batches: GroupBatches,
         seed: int,
         base: Path | None = None,
     ):
         self.settings, self.prompts, self.processor = settings, prompts, processor
-        self.collate, self.rewards, self._seed = collate, Rewards(settings, base), seed
+        self.collate, self.batches = collate, batches
+        self.rewards, self._seed = Rewards(settings, base), seed
         self.size = settings.num_generations
         media = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
         self._common = Sampling(
