@@ -204,7 +204,7 @@ def _through_model(golden: GRPOFolders, case: GRPOCase, report: CaseReport) -> N
             found[key] = log_probs(which)
     for name, wanted, settings in losses_of(case):
         loss = RolloutLoss(settings, aux)
-        given = {SAMPLER: found[SAMPLER]} if reads_sampler(settings) else {}
+        given = {SAMPLER: found[SAMPLER]} if reads_sampler(name, settings) else {}
         given |= {} if is_on_policy(wanted) else {OLD: found[OLD]}
         given |= {REFERENCE: found[REFERENCE]} if settings.has_reference else {}
         runner = runner_of(model, loss)
