@@ -354,7 +354,7 @@ def _window(
         rollouts.append(Rollout(prompts[prompt], ids_C, advantage))
     rows = {tuple(each["rows"]): None for step in steps for each in step["micro_batches"]}
     batches: list[Any] = [collator([rollouts[row] for row in each]) for each in rows]
-    loss: RolloutLoss = runner.loss
+    loss: Any = runner.loss
     old = runner.values(batches, loss.values)
     found = [batch | {OLD: own} for batch, own in zip(batches, old, strict=True)]
     if reference is not None:

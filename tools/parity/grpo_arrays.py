@@ -249,7 +249,7 @@ def of_accumulation(case: GRPOCase, report: CaseReport) -> None:
         settings = settings_of(each["loss"], wanted["settings"], inputs.meta)
         loss = RolloutLoss(settings)
         rows, number = case.meta["rows"], each["micro_batches"]
-        batches = np.split(np.asarray(rows), number)
+        batches = np.asarray(rows).reshape(number, -1).tolist()
         steps = each["gradient_accumulation_steps"]
         found = []
         for begin in range(0, number, steps):

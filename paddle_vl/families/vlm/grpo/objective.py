@@ -32,8 +32,8 @@ from paddle_vl.families.vlm.grpo.rows import Rows
 from paddle_vl.families.vlm.grpo.settings import CLIPPED, GRPOConfig
 from paddle_vl.families.vlm.inputs.rollouts import REFERENCE, RolloutBatch, without_rollouts
 from paddle_vl.families.vlm.modeling.model import VLOutput
-from paddle_vl.families.vlm.preference.objective import PreferenceAdapter, PreferenceStage
-from paddle_vl.families.vlm.training.objective import VLLoss
+from paddle_vl.families.vlm.preference.objective import PreferenceStage
+from paddle_vl.families.vlm.training.objective import VLBatchAdapter, VLLoss
 from paddle_vl.families.vlm.training.pipeline import VLStage
 from paddle_vl.nn.placement import Context
 
@@ -129,6 +129,7 @@ class RolloutLoss(VLLoss):
         if "kl" in self.terms:
             if settings.loss_type == "rloo":
                 # Its KL term is in the rewards.
+                assert a.reference is not None, "a run with beta has a reference"
                 kl_S = a.rows.sum(a.trainer_old - a.reference)
             else:
                 kl_S = kl_sums(a)
@@ -199,10 +200,18 @@ class RolloutLoss(VLLoss):
         return found
 
 
-class RolloutAdapter(PreferenceAdapter):
-    """Batches of `RolloutCollator`."""
+class RolloutAdapter(VLBatchAdapter):
+    """Batches of `RolloutCollator`.
 
-    loss: RolloutLoss
+    Args:
+        inner: of the model's batches under the run's schedule.
+    """
+
+    def __init__(self, inner: VLBatchAdapter, loss: RolloutLoss):
+        self.inner, self.loss = inner, loss
+
+    def synchronized(self, batch: Any, needed: Sequence[int], model: nn.Layer) -> Any:
+        return self.inner.synchronized(batch, needed, model)
 
     def idle_batch(self, model: nn.Layer) -> Any:
         counts = (0,) * len(self.loss.divisors)
