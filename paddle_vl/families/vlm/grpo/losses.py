@@ -283,8 +283,8 @@ def clip_shares(a: Answers) -> dict[str, Tensor]:
     ratio, is clipped; empty of losses without a bound."""
     settings, name = a.settings, a.settings.loss_type
     if name in ("cispo", "cispo_range"):
-        top = settings.upper + (name == "cispo_range")
-        found = (a.frozen_ratio > top) & (a.spread_advantages > 0)
+        top, A = settings.upper + (name == "cispo_range"), a.advantages
+        found = (a.ratio > top) & ((A if a.by_row else a.spread_advantages) > 0)
         return {"cispo_clip_ratio": found.astype("float32")}
     if name in ("sapo", "vespo"):
         return {}
@@ -305,4 +305,4 @@ def clip_shares(a: Answers) -> dict[str, Tensor]:
 def clips_answers(settings: GRPOConfig) -> bool:
     """Whether `clip_shares` are of answers."""
     by_row = settings.importance_sampling_level == "sequence"
-    return settings.loss_type == "rloo" or (by_row and settings.loss_type in CLIPPED)
+    return settings.loss_type == "rloo" or (by_row and settings.loss_type != "gmpo")

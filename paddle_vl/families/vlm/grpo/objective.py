@@ -92,13 +92,13 @@ class RolloutLoss(VLLoss):
             terms["aux_loss"] = aux_weight, "num_batches"
         if settings.has_reference:
             terms["kl"] = 0.0, tokens
+        divisor = answers if clips_answers(settings) else tokens
         if settings.loss_type in (*CLIPPED, "gmpo", "rloo"):
-            divisor = answers if clips_answers(settings) else tokens
             terms |= {f"clip_ratio/{name}_mean": (0.0, divisor) for name in _CLIPS}
             ends = ("clip_ratio/low_min", "clip_ratio/high_max")
             terms |= dict.fromkeys(ends, (0.0, "num_learned_batches"))
         elif settings.loss_type in ("cispo", "cispo_range"):
-            terms["cispo_clip_ratio"] = 0.0, tokens
+            terms["cispo_clip_ratio"] = 0.0, divisor
         elif settings.loss_type == "vespo":
             terms["vespo/phi_seq_mean"] = 0.0, answers
         self.terms = {name: weight for name, (weight, _) in terms.items()}

@@ -159,5 +159,6 @@ def without_rollouts(idle: VLBatch) -> RolloutBatch:
     names = {each.name for each in fields(RolloutBatch)}
     of_rows = {name: value for name, value in _row_fields([], []).items() if name in names}
     log_probs = dict.fromkeys((SAMPLER, OLD, REFERENCE), zeros_N.astype(np.float32))
-    own: dict[str, Any] = {"target_branches": zeros_N, "returns_log_probs": True}
-    return RolloutBatch(**vars(idle) | of_rows | own | log_probs)
+    own = {"target_branches": zeros_N, "returns_log_probs": True}
+    given: dict[str, Any] = vars(idle) | of_rows | own | log_probs
+    return RolloutBatch(**given)
