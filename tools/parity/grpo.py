@@ -204,7 +204,7 @@ def _through_model(golden: GRPOFolders, case: GRPOCase, report: CaseReport) -> N
             found[key] = log_probs(which)
     for name, wanted, settings in losses_of(case):
         loss = RolloutLoss(settings, aux)
-        given = {SAMPLER: found[SAMPLER]} if reads_sampler(settings) else {}
+        given = {SAMPLER: found[SAMPLER]} if reads_sampler(name, settings) else {}
         given |= {} if is_on_policy(wanted) else {OLD: found[OLD]}
         given |= {REFERENCE: found[REFERENCE]} if settings.has_reference else {}
         runner = runner_of(model, loss)
@@ -250,16 +250,14 @@ def _prompts(case: GRPOCase, pixels: Tensors) -> list[dict[str, np.ndarray]]:
     (values,) = pixels.values()
     found, taken = [], 0
     for each in case.meta["prompts"]:
-        grids = np.asarray(each["grids"], np.int64)
-        patches = int(grids.prod(axis=1).sum())
-        found.append(
-            {
-                "input_ids": np.asarray(each["ids"], np.int64),
-                "image_grid_thw": grids,
-                "pixel_values": values[taken : taken + patches],
-            }
-        )
-        taken += patches
+        prompt = {"input_ids": np.asarray(each["ids"], np.int64)}
+        if each["grids"]:
+            grids = np.asarray(each["grids"], np.int64)
+            patches = int(grids.prod(axis=1).sum())
+            own = values[taken : taken + patches]
+            prompt |= {"image_grid_thw": grids, "pixel_values": own}
+            taken += patches
+        found.append(prompt)
     return found
 
 
@@ -272,10 +270,8 @@ def _trajectory(
     report: CaseReport,
 ) -> None:
     given = run["settings"]
-    own = ("loss_type", "beta", "importance_sampling_level", "epsilon", "max_completion_length")
-    settings = GRPOConfig(
-        num_generations=4, kl_clamp=None, **{key: given[key] for key in own if key in given}
-    )
+    own = {key: value for key, value in given.items() if key in GRPOConfig.model_fields}
+    settings = GRPOConfig(**own, kl_clamp=None)
     model = Qwen3VLForConditionalGeneration.from_pretrained(golden.models["dense_untied"])
     if name.startswith("lora"):
         model.load_adapter(case.file.with_name("adapter_start"))
@@ -354,7 +350,7 @@ def _window(
         rollouts.append(Rollout(prompts[prompt], ids_C, advantage))
     rows = {tuple(each["rows"]): None for step in steps for each in step["micro_batches"]}
     batches: list[Any] = [collator([rollouts[row] for row in each]) for each in rows]
-    loss: RolloutLoss = runner.loss
+    loss: Any = runner.loss
     old = runner.values(batches, loss.values)
     found = [batch | {OLD: own} for batch, own in zip(batches, old, strict=True)]
     if reference is not None:

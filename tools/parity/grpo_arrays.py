@@ -46,6 +46,7 @@ def answers_of(
     advantages_S: np.ndarray,
     chosen: Sequence[int],
     has_old: bool = True,
+    has_sampler: bool = False,
 ) -> tuple[Answers, tuple[paddle.Tensor, paddle.Tensor]]:
     """Some rows of a case's arrays, and the leaves: log-probabilities and entropies."""
     mask_ST = tensors["loss_mask"][chosen] == 1
@@ -65,7 +66,7 @@ def answers_of(
     others = [
         of("old.per_token_logps") if has_old else None,
         of("reference.per_token_logps") if settings.has_reference else None,
-        of("sampler.per_token_logps") if reads_sampler(settings) else None,
+        of("sampler.per_token_logps") if has_sampler else None,
     ]
     found_S = paddle.to_tensor(np.asarray(advantages_S[chosen], np.float32))
     return Answers(settings, rows, *leaves, found_S, *others), leaves
@@ -91,7 +92,9 @@ def from_arrays(case: GRPOCase, report: CaseReport) -> None:
         loss = RolloutLoss(settings)
         advantages_S = advantages_of(case, name)
         has_old = not is_on_policy(wanted)
-        answers, leaves = answers_of(tensors, settings, advantages_S, chosen, has_old)
+        answers, leaves = answers_of(
+            tensors, settings, advantages_S, chosen, has_old, reads_sampler(name, settings)
+        )
         counts = _divisors(tensors, settings, chosen)
         output = RolloutOutput(answers, paddle.ones([len(chosen)]))
         share, terms = loss.share(output, [counts[each] for each in loss.divisors], 1)
@@ -125,7 +128,9 @@ def _sampler(
     if settings.importance_sampling_mode is None or not has_metrics:
         return
     chosen = list(range(len(case.tensors["loss_mask"])))
-    answers, _ = answers_of(case.tensors, settings, case.tensors["advantages"], chosen)
+    answers, _ = answers_of(
+        case.tensors, settings, case.tensors["advantages"], chosen, has_sampler=True
+    )
     assert answers.old is not None
     assert answers.sampler is not None
     weights_N = sampler_weights(answers.old, answers.sampler, answers.rows, settings).numpy()
@@ -244,7 +249,7 @@ def of_accumulation(case: GRPOCase, report: CaseReport) -> None:
         settings = settings_of(each["loss"], wanted["settings"], inputs.meta)
         loss = RolloutLoss(settings)
         rows, number = case.meta["rows"], each["micro_batches"]
-        batches = np.split(np.asarray(rows), number)
+        batches = np.asarray(rows).reshape(number, -1).tolist()
         steps = each["gradient_accumulation_steps"]
         found = []
         for begin in range(0, number, steps):

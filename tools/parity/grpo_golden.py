@@ -29,9 +29,13 @@ _NAMES = {
 }
 _DUAL = {"clip_ratio_c": 3.0}
 _KL = {**_DUAL, "beta": 0.04, "use_bias_correction_kl": False, "kl_clamp": 10.0}
+_SWIFT = {
+    "loss_type": "grpo", "beta": 0.04, "use_bias_correction_kl": False,
+    "importance_sampling_weighs_kl": True, "importance_sampling_clip_max": 2.0,
+}  # fmt: skip
 _TRUNCATED = {**_DUAL, "importance_sampling_clip_max": 2.0}
-# Settings of verl's losses, which a case gives as formulas.
-_OF_VERL: dict[str, dict[str, Any]] = {
+# Settings of losses that a case gives as formulas, most of them verl's.
+_OF_FORMULAS: dict[str, dict[str, Any]] = {
     "verl_token_mean_dual3": _DUAL,
     "verl_seq_mean_token_mean": {**_DUAL, "loss_agg_mode": "seq-mean-token-mean"},
     "verl_seq_mean_token_sum": {**_DUAL, "loss_agg_mode": "seq-mean-token-sum"},
@@ -47,9 +51,16 @@ _OF_VERL: dict[str, dict[str, Any]] = {
     "verl_token_tis2": {**_TRUNCATED, "importance_sampling_mode": "token_truncate"},
     "verl_seq_tis2": {**_TRUNCATED, "importance_sampling_mode": "sequence_truncate"},
     "verl_bypass": {**_DUAL, "old_log_probs": "sampler"},
+    **{
+        f"swift_{kind}_{rule}2_beta0.04": {**_SWIFT, "importance_sampling_mode": f"{own}_{rule}"}
+        for kind, own in (("token", "token"), ("sequence", "geometric"))
+        for rule in ("truncate", "mask")
+    },
+    # ms-swift's divisor is that of rows here too.
+    "swift_off_policy_mask0.05": {"loss_type": "grpo", "off_policy_mask_threshold": 0.05},
 }  # fmt: skip
-# ms-swift's own corrections, REAL and FIPO are not offered.
-_LEFT_OUT = "swift_"
+# ms-swift's REAL and FIPO are not offered.
+_LEFT_OUT = ("swift_real", "swift_fipo")
 
 
 class GRPOCase(Case):
@@ -127,8 +138,8 @@ def settings_of(name: str, given: Mapping[str, Any], case: Mapping[str, Any]) ->
     sizes = {"num_generations": case["num_generations"]}
     sizes |= {"max_completion_length": case["max_completion_length"]}
     sizes |= {"temperature": case.get("temperature", 1.0)}
-    if name.startswith("verl_"):
-        return GRPOConfig(**sizes | _OF_VERL[name])
+    if name in _OF_FORMULAS:
+        return GRPOConfig(**sizes | _OF_FORMULAS[name])
     kinds = {kind: given[kind] for kind in ("gmpo", "rloo") if given.get(kind)}
     own = {_NAMES.get(key, key): value for key, value in given.items()}
     own = {key: value for key, value in own.items() if key not in ("old", *kinds)}
@@ -156,7 +167,10 @@ def advantages_of(case: GRPOCase, name: str) -> np.ndarray:
     return case.tensors[key]
 
 
-def reads_sampler(settings: GRPOConfig) -> bool:
+def reads_sampler(name: str, settings: GRPOConfig) -> bool:
+    """Whether a loss of a case is given the sampler's log-probabilities."""
+    if name.startswith("swift_off_policy"):
+        return True
     return settings.importance_sampling_mode is not None or settings.old_log_probs == "sampler"
 
 

@@ -82,6 +82,17 @@ def test_a_micro_batch_of_which_nothing_is_learned_has_a_loss_of_0_with_a_gradie
     assert gradients(model)[1] == 0.0
 
 
+def test_a_rank_without_a_batch_adds_nothing():
+    model, batch, loss = batch_of("mixed_images", beta=0.04, is_mode="token_mask")
+    runner = parity.runner_of(model, loss)
+    idle = runner.adapter.idle_batch(model)
+    assert idle.counts == (0,) * len(loss.terms)
+    terms = runner.accumulate_gradients([idle], batch.counts).numpy()
+    assert np.isfinite(terms).all()
+    assert not terms.any()
+    assert gradients(model)[1] == 0.0
+
+
 def test_answers_that_cannot_be_learned_are_refused():
     model, _, loss = batch_of("mixed_images")
     collate = parity.collator_of(model, loss)

@@ -74,7 +74,8 @@ def frac_zero_std(total_S: Array, settings: GRPOConfig) -> float:
 
 def _rloo(total_S: Array, settings: GRPOConfig, kl_S: Array | None) -> Array:
     if settings.reward_clip_range is not None:
-        total_S = np.clip(total_S, *settings.reward_clip_range)
+        least, most = settings.reward_clip_range
+        total_S = np.clip(total_S, least, most)
     if kl_S is not None:
         total_S = total_S - settings.beta * kl_S
     size = settings.num_generations

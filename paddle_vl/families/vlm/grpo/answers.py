@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 from paddle import Tensor
 
 from paddle_vl.data.samples import Collator
@@ -45,6 +46,17 @@ class SampledAnswers:
     def adapter(self, inner: VLBatchAdapter) -> RolloutAdapter:
         """The adapter of rollouts, from that of samples."""
         return RolloutAdapter(inner, self.loss)
+
+    def is_learned(self, by_model_C: np.ndarray, is_truncated: bool) -> np.ndarray:
+        """`[C]` bool, which tokens of an answer are learned.
+
+        Args:
+            by_model_C: `[C]`, 0 where a tool or a user wrote.
+            is_truncated: whether the answer was cut at the longest length, as the engine's finish
+                reason says.
+        """
+        is_left_out = is_truncated and self.settings.mask_truncated_completions
+        return (by_model_C != 0) & (not is_left_out)
 
     def collator(self, collator: Collator, is_packed: bool = False) -> RolloutCollator:
         """The collator of rollouts, from that of samples; packing is refused."""

@@ -1,7 +1,8 @@
 """Weights that correct for the difference between the sampler's log-probabilities and the
 trainer's, of one policy.
 
-Source: TRL's GRPOTrainer (vllm_importance_sampling_mode). Shapes: N learned tokens.
+Source: TRL's GRPOTrainer (vllm_importance_sampling_mode); ms-swift
+(rollout_importance_sampling_mode). Shapes: N learned tokens.
 """
 
 import paddle
@@ -24,11 +25,16 @@ def sampler_weights(old_N: Tensor, sampler_N: Tensor, rows: Rows, settings: GRPO
     mode = settings.importance_sampling_mode
     assert mode is not None, "asked where it is set"
     gap_N = log_gap(old_N, sampler_N)
-    if mode.startswith("sequence"):
-        gap_N = rows.spread(rows.sum(gap_N))
+    if mode.startswith("token"):
+        measured_N = gap_N
+    else:
+        reduced = rows.sum if mode.startswith("sequence") else rows.mean
+        measured_N = rows.spread(reduced(gap_N))
     low, high = settings.importance_sampling_clip_min, settings.importance_sampling_clip_max
-    weights_N = gap_N.exp()
+    measured_N = measured_N.exp()
     if mode.endswith("truncate"):
-        return weights_N.clip(0.0 if low is None else low, high)
-    is_kept_N = (weights_N <= high) & (weights_N >= (low or 0.0))
+        return measured_N.clip(0.0 if low is None else low, high)
+    # A geometric mean decides on the tokens' own weights.
+    weights_N = gap_N.exp() if mode.startswith("geometric") else measured_N
+    is_kept_N = (measured_N <= high) & (measured_N >= (low or 0.0))
     return paddle.where(is_kept_N, weights_N, paddle.zeros_like(weights_N))

@@ -123,15 +123,20 @@ class Answers:
         return (self.entropy.detach() >= threshold).astype("float32")
 
     @cached_property
+    def corrections(self) -> Tensor | None:
+        """`[N]`: `sampler_weights`; None without them."""
+        if self.settings.importance_sampling_mode is None:
+            return None
+        assert self.sampler is not None, "the sampler gives them"
+        return sampler_weights(self.trainer_old, self.sampler, self.rows, self.settings)
+
+    @cached_property
     def token_weights(self) -> Tensor | None:
         """`[N]`, of the policy's terms, without a gradient; None for 1."""
-        weights_N = self.high_entropy
-        settings = self.settings
-        if settings.importance_sampling_mode and settings.loss_type != "vespo":
-            assert self.sampler is not None, "the sampler gives them"
-            own_N = sampler_weights(self.trainer_old, self.sampler, self.rows, settings)
-            weights_N = own_N if weights_N is None else weights_N * own_N
-        return weights_N
+        # vespo has the corrections in its own weight.
+        of_sampler = None if self.settings.loss_type == "vespo" else self.corrections
+        both = [each for each in (self.high_entropy, of_sampler) if each is not None]
+        return both[0] * both[1] if both[1:] else both[0] if both else None
 
     def sums(self, x: Tensor, of_rows: bool, weights_N: Tensor | None = None) -> Tensor:
         """`[S]`: sums of weighted terms over the tokens of each answer.
@@ -177,6 +182,8 @@ def kl_sums(a: Answers) -> Tensor:
         # The value of k3, the gradient of k2.
         own_N = 0.5 * q_N.square()
         kl_N = kl_N.detach() + own_N - own_N.detach()
+    if settings.importance_sampling_weighs_kl and a.corrections is not None:
+        kl_N = kl_N * a.corrections
     if not settings.corrects_kl:
         return a.rows.sum(kl_N)
     return a.ratio * a.rows.sum(kl_N) if a.by_row else a.rows.sum(kl_N * a.ratio)
@@ -225,10 +232,8 @@ def vespo_weights(a: Answers) -> Tensor:
     """`[S]`: phi of each answer."""
     settings, A = a.settings, a.advantages
     log_w_N = a.log_ratio.clip(-_LARGEST_LOG, _LARGEST_LOG)
-    if settings.importance_sampling_mode:
-        assert a.sampler is not None, "the sampler gives them"
-        weights_N = sampler_weights(a.trainer_old, a.sampler, a.rows, settings)
-        log_w_N = log_w_N + weights_N.log().clip(_SMALLEST_LOG, _LARGEST_LOG)
+    if a.corrections is not None:
+        log_w_N = log_w_N + a.corrections.log().clip(_SMALLEST_LOG, _LARGEST_LOG)
     log_w_S = a.rows.sum(log_w_N).clip(_SMALLEST_LOG, _LARGEST_LOG)
     is_good_S = (A >= 0).astype("float32")
     k_S = is_good_S * settings.vespo_k_pos + (1 - is_good_S) * settings.vespo_k_neg
@@ -278,8 +283,8 @@ def clip_shares(a: Answers) -> dict[str, Tensor]:
     ratio, is clipped; empty of losses without a bound."""
     settings, name = a.settings, a.settings.loss_type
     if name in ("cispo", "cispo_range"):
-        top = settings.upper + (name == "cispo_range")
-        found = (a.frozen_ratio > top) & (a.spread_advantages > 0)
+        top, A = settings.upper + (name == "cispo_range"), a.advantages
+        found = (a.ratio > top) & ((A if a.by_row else a.spread_advantages) > 0)
         return {"cispo_clip_ratio": found.astype("float32")}
     if name in ("sapo", "vespo"):
         return {}
@@ -300,4 +305,4 @@ def clip_shares(a: Answers) -> dict[str, Tensor]:
 def clips_answers(settings: GRPOConfig) -> bool:
     """Whether `clip_shares` are of answers."""
     by_row = settings.importance_sampling_level == "sequence"
-    return settings.loss_type == "rloo" or (by_row and settings.loss_type in CLIPPED)
+    return settings.loss_type == "rloo" or (by_row and settings.loss_type != "gmpo")

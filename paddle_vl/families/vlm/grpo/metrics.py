@@ -3,7 +3,7 @@
 Source: TRL's GRPOTrainer. Shapes: S answers, F rewards, N learned tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from paddle_vl.families.vlm.grpo.advantages import frac_zero_std, mean_of, std_o
 from paddle_vl.families.vlm.grpo.settings import GRPOConfig
 
 Array = np.ndarray
+_GAP, _RATIO = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"
 
 
 def reward_metrics(
@@ -68,11 +69,27 @@ def sampler_metrics(
     gap_N = (old_N - sampler_N)[~np.isnan(sampler_N)].astype(np.float64)
     gap_N = gap_N if len(gap_N) else np.zeros(1)
     weights = np.exp(gap_N) if weights is None else weights
-    start, of_ratio = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"
     return {
-        f"{start}/mean": float(np.abs(gap_N).mean()),
-        f"{start}/max": float(np.abs(gap_N).max()),
-        f"{of_ratio}/min": float(weights.min()),
-        f"{of_ratio}/mean": float(weights.mean()),
-        f"{of_ratio}/max": float(weights.max()),
+        f"{_GAP}/mean": float(np.abs(gap_N).mean()),
+        f"{_GAP}/max": float(np.abs(gap_N).max()),
+        f"{_RATIO}/min": float(weights.min()),
+        f"{_RATIO}/mean": float(weights.mean()),
+        f"{_RATIO}/max": float(weights.max()),
     }
+
+
+def check_sampler(metrics: Mapping[str, float], settings: GRPOConfig) -> None:
+    """
+    Args:
+        metrics: of `sampler_metrics`, of the weights that sampled.
+
+    Raises:
+        ValueError: sampler and trainer disagree by more than is allowed.
+    """
+    bound, found = settings.max_sampling_logp_difference, metrics[f"{_GAP}/mean"]
+    if bound is not None and not found <= bound:
+        raise ValueError(
+            f"the sampler's log-probabilities differ from the trainer's by {found:.4g} nats a "
+            f"token in the mean, more than grpo.max_sampling_logp_difference {bound:g}: positions, "
+            "images, temperature or weights are not the same in both"
+        )

@@ -32,8 +32,8 @@ from paddle_vl.families.vlm.grpo.rows import Rows
 from paddle_vl.families.vlm.grpo.settings import CLIPPED, GRPOConfig
 from paddle_vl.families.vlm.inputs.rollouts import REFERENCE, RolloutBatch, without_rollouts
 from paddle_vl.families.vlm.modeling.model import VLOutput
-from paddle_vl.families.vlm.preference.objective import PreferenceAdapter, PreferenceStage
-from paddle_vl.families.vlm.training.objective import VLLoss
+from paddle_vl.families.vlm.preference.objective import PreferenceStage
+from paddle_vl.families.vlm.training.objective import VLBatchAdapter, VLLoss
 from paddle_vl.families.vlm.training.pipeline import VLStage
 from paddle_vl.nn.placement import Context
 
@@ -98,13 +98,13 @@ class RolloutLoss(VLLoss):
             terms["aux_loss"] = aux_weight, "num_batches"
         if settings.has_reference:
             terms["kl"] = 0.0, tokens
+        divisor = answers if clips_answers(settings) else tokens
         if settings.loss_type in (*CLIPPED, "gmpo", "rloo"):
-            divisor = answers if clips_answers(settings) else tokens
             terms |= {f"clip_ratio/{name}_mean": (0.0, divisor) for name in _CLIPS}
             ends = ("clip_ratio/low_min", "clip_ratio/high_max")
             terms |= dict.fromkeys(ends, (0.0, "num_learned_batches"))
         elif settings.loss_type in ("cispo", "cispo_range"):
-            terms["cispo_clip_ratio"] = 0.0, tokens
+            terms["cispo_clip_ratio"] = 0.0, divisor
         elif settings.loss_type == "vespo":
             terms["vespo/phi_seq_mean"] = 0.0, answers
         terms |= {name: (0.0, tokens if "mean" in name else "num_learned_batches") for name in GAP}
@@ -136,6 +136,7 @@ class RolloutLoss(VLLoss):
         if "kl" in self.terms:
             if settings.loss_type == "rloo":
                 # Its KL term is in the rewards.
+                assert a.reference is not None, "a run with beta has a reference"
                 kl_S = a.rows.sum(a.trainer_old - a.reference)
             else:
                 kl_S = kl_sums(a)
@@ -220,10 +221,18 @@ class RolloutLoss(VLLoss):
         return found
 
 
-class RolloutAdapter(PreferenceAdapter):
-    """Batches of `RolloutCollator`."""
+class RolloutAdapter(VLBatchAdapter):
+    """Batches of `RolloutCollator`.
 
-    loss: RolloutLoss
+    Args:
+        inner: of the model's batches under the run's schedule.
+    """
+
+    def __init__(self, inner: VLBatchAdapter, loss: RolloutLoss):
+        self.inner, self.loss = inner, loss
+
+    def synchronized(self, batch: Any, needed: Sequence[int], model: nn.Layer) -> Any:
+        return self.inner.synchronized(batch, needed, model)
 
     def idle_batch(self, model: nn.Layer) -> Any:
         counts = (0,) * len(self.loss.divisors)

@@ -26,7 +26,7 @@ from paddle_vl.threads import JoinedThread
 
 logger = logging.getLogger(__name__)
 # Numbers of a metric that gives several.
-_PART_OF = dict.fromkeys(
+_PART_OF: dict[str, str] = dict.fromkeys(
     ("box_iou", "box_precision_0.5", "box_precision_0.7", "box_precision_0.9"), "box"
 )
 _FORMAT = "format:"

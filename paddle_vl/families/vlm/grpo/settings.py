@@ -11,7 +11,10 @@ LossType = Literal[
     "dapo", "grpo", "bnpo", "dr_grpo", "luspo", "cispo", "cispo_range", "sapo", "vespo", "gmpo",
     "rloo",
 ]  # fmt: skip
-SamplerMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+SamplerMode = Literal[
+    "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate",
+    "geometric_mask",
+]  # fmt: skip
 Aggregation = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
 ]
@@ -46,6 +49,7 @@ _OTHER_NAMES = {
     "vllm_importance_sampling_clip_min": "importance_sampling_clip_min",
     "vllm_importance_sampling_clip_max": "importance_sampling_clip_max",
     "vllm_importance_sampling_cap": "importance_sampling_clip_max",
+    "rollout_importance_sampling_threshold": "importance_sampling_clip_max",
     "overlong_filter": "mask_truncated_completions", "tau_pos": "sapo_temperature_pos",
     "tau_neg": "sapo_temperature_neg", "epsilon_low": "epsilon", "n": "num_generations",
     "ppo_epochs": "num_iterations", "response_length": "max_completion_length",
@@ -54,8 +58,6 @@ _OTHER_NAMES = {
 }  # fmt: skip
 # And settings of theirs that mean something else, or have no place here.
 _REFUSED = {
-    "rollout_importance_sampling_mode": "ms-swift's modes by sequence take the geometric mean and "
-    "weigh the KL term too: use importance_sampling_mode, whose modes are TRL's",
     "rollout_is": "verl's weights are importance_sampling_mode token_truncate and "
     "sequence_truncate, with importance_sampling_clip_max 2",
     "off_policy_sequence_mask_delta": "ms-swift takes the masked tokens out of the divisor: use "
@@ -78,7 +80,7 @@ _KEPT_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty":
 
 
 class GRPOConfig(Section):
-    """Learning from rewards (train.objective: grpo), see docs/grpo.md."""
+    """Learning from rewards (train.objective: grpo)."""
 
     loss_type: LossType = "dapo"
     """loss: dapo, a mean over all tokens of an update; grpo, over answers of means over their
@@ -122,7 +124,10 @@ class GRPOConfig(Section):
     importance_sampling_mode: SamplerMode | None = None
     """correct for a sampler whose log-probabilities are not the trainer's: the weight of a token,
     or the product of an answer's, truncated at importance_sampling_clip_max, or 0 outside of the
-    bounds"""
+    bounds; geometric: by the geometric mean of an answer's, which geometric_mask leaves as they
+    are within the bounds (ms-swift's modes of sequences)"""
+    importance_sampling_weighs_kl: bool = False
+    """multiply the KL estimate by these weights too, as ms-swift"""
     importance_sampling_clip_max: Annotated[float, Field(ge=1)] = 3.0
     """largest weight of importance_sampling_mode"""
     importance_sampling_clip_min: Annotated[float | None, Field(gt=0, le=1)] = None
@@ -184,7 +189,7 @@ class GRPOConfig(Section):
     """least and largest reward of an answer, with rloo"""
     rewards: list[str] = Field(default=[])
     """what scores answers: metrics of evaluation by name, format:PATTERN, or functions as
-    my_rewards.py:function, see docs/grpo.md"""
+    my_rewards.py:function"""
     reward_weights: list[float] | None = None
     """a weight for each of rewards; default: 1"""
     reward_timeout_s: Annotated[float, Field(gt=0)] = 60.0
@@ -219,6 +224,11 @@ class GRPOConfig(Section):
                 if name in values:
                     raise ValueError(f"{other} and {name} are the same setting: set one of them")
                 values[name] = values.pop(other)
+        if isinstance(mode := values.pop("rollout_importance_sampling_mode", None), str):
+            # ms-swift's, which are by geometric means of answers, and weigh the KL term.
+            values["importance_sampling_mode"] = mode.replace("sequence_", "geometric_")
+            values.setdefault("importance_sampling_weighs_kl", True)
+            values.setdefault("importance_sampling_clip_max", 2.0)
         corrects = values.pop("vllm_importance_sampling_correction", None)
         if corrects:
             values.setdefault("importance_sampling_mode", "sequence_mask")
@@ -236,8 +246,8 @@ class GRPOConfig(Section):
         elif scale == "gdpo":
             del values["scale_rewards"]
             values.setdefault("multi_objective_aggregation", "normalize_then_sum")
-        kl = values.get("kl_estimator")
-        values |= {"kl_estimator": _NAMES_OF_KL[kl]} if kl in _NAMES_OF_KL else {}
+        if isinstance(kl := values.get("kl_estimator"), str):
+            values["kl_estimator"] = _NAMES_OF_KL.get(kl, kl)
         return values
 
     @property
@@ -351,11 +361,14 @@ class GRPOConfig(Section):
         for setting in of_kl if not self.beta else ():
             if (value := getattr(self, setting)) != fields[setting].default:
                 yield f"grpo.{setting} is {value} but grpo.beta is 0, so there is no KL: set beta"
+        if self.importance_sampling_weighs_kl and not self.beta:
+            yield "grpo.importance_sampling_weighs_kl is set but grpo.beta is 0: there is no KL"
         mode = self.importance_sampling_mode
-        for setting in ("importance_sampling_clip_max", "importance_sampling_clip_min"):
+        names = ("clip_max", "clip_min", "weighs_kl")
+        for setting in (f"importance_sampling_{each}" for each in names):
             if mode is None and (value := getattr(self, setting)) != fields[setting].default:
                 yield f"grpo.{setting} is {value} but grpo.importance_sampling_mode is not set"
-        if mode is not None and name == "vespo" and mode.startswith("sequence"):
+        if mode is not None and name == "vespo" and not mode.startswith("token"):
             yield (
                 f"grpo.importance_sampling_mode is {mode}, but vespo multiplies the weights of "
                 "tokens: use token_truncate or token_mask"

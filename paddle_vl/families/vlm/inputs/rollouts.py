@@ -158,10 +158,7 @@ def without_rollouts(idle: VLBatch) -> RolloutBatch:
     zeros_N = np.zeros_like(idle.target_rows[0])
     names = {each.name for each in fields(RolloutBatch)}
     of_rows = {name: value for name, value in _row_fields([], []).items() if name in names}
-    none_N = zeros_N.astype(np.float32)
-    return RolloutBatch(
-        **vars(idle)
-        | of_rows
-        | {"target_branches": zeros_N, "returns_log_probs": True}
-        | dict.fromkeys((SAMPLER, OLD, REFERENCE), none_N)
-    )
+    log_probs = dict.fromkeys((SAMPLER, OLD, REFERENCE), zeros_N.astype(np.float32))
+    own = {"target_branches": zeros_N, "returns_log_probs": True}
+    given: dict[str, Any] = vars(idle) | of_rows | own | log_probs
+    return RolloutBatch(**given)
