@@ -202,7 +202,11 @@ def choose_tokens(
     own_R1 = paddle.take_along_axis(logprobs_RV, token_R.unsqueeze(1), axis=1)
     # Of the token alone no others are searched.
     most = max(wanted)
-    tops = [x.numpy() for x in paddle.topk(logprobs_RV, most, axis=-1)] if most else [[[]] * len(rows)] * 2
+    tops = (
+        [x.numpy() for x in paddle.topk(logprobs_RV, most, axis=-1)]
+        if most
+        else [[[]] * len(rows)] * 2
+    )
     choices = []
     for row, token, own, values, ids in zip(rows, tokens, own_R1[:, 0].numpy(), *tops, strict=True):
         if (count := row.sampling.logprobs) is None:

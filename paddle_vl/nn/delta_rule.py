@@ -415,7 +415,9 @@ class DeltaPool(RowPool):
     def fork(self, row: int, rows: Sequence[int]) -> None:
         numbers = device_tensor(np.array(rows, dtype=np.int64))
         for memory in self._memories.values():
-            paddle.scatter_(memory, numbers, memory[row : row + 1].expand([len(rows), *memory.shape[1:]]))
+            paddle.scatter_(
+                memory, numbers, memory[row : row + 1].expand([len(rows), *memory.shape[1:]])
+            )
 
     def _taken(self, name: str) -> Tensor | None:
         if self.paged.begins:

@@ -37,7 +37,7 @@ from paddle_vl.train.reporting.metrics import (
     evaluation_entries,
 )
 from paddle_vl.train.reporting.reporter import Reporter, memory_in_use
-from paddle_vl.train.reporting.run_files import ACTIONS_FILE
+from paddle_vl.train.reporting.run_files import ACTIONS_FILE, ROLLOUTS_FILE
 from paddle_vl.train.reporting.run_record import RunRecord
 from paddle_vl.train.run_lock import RunLock
 from paddle_vl.train.saving.checkpoint_writer import FINAL, CheckpointWriter
@@ -368,6 +368,8 @@ class Trainer:
             self.feed.check(line)
 
         self.reporter.collect(self.step, own, line, check)
+        if ranks.is_main:
+            self.reporter.show(self.step, self.feed.shown(), ROLLOUTS_FILE)
 
     def _evaluate(self) -> None:
         """Report the evaluation losses; after a stop signal the resumed run evaluates instead."""

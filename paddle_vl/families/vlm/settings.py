@@ -386,6 +386,11 @@ class VLRun(RunConfig):
                 "train.objective is grpo, for which data.train and data.eval name files of "
                 "prompts: no pretraining mix, and no data.earlier_reasoning=split"
             )
+        if data.eval and self.train.eval is None:
+            yield (
+                "data.eval is set but train.eval is not, and answers that nobody gave have no loss: "
+                "set train.eval, which asks the model"
+            )
         yield from self._dropout_problems()
         if parallel.cp_degree > 1 and grpo.top_entropy_quantile < 1:
             yield (

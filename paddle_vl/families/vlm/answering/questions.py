@@ -209,4 +209,3 @@ def asked_questions(
         return None
     data, processor = recipe.eval_data, recipe.processor
     return VLQuestions(model, data, processor, settings, collator, recipe.loader)
-

@@ -195,7 +195,9 @@ class RolloutLoss(VLLoss):
         gap_N = paddle.where(a.rows.is_target, gap_N, paddle.zeros_like(gap_N))
         ratio_N = gap_N.exp()
         total = a.rows.total
-        means = [total((x * a.rows.is_target.astype("float32")).sum()) for x in (gap_N.abs(), ratio_N)]
+        means = [
+            total((x * a.rows.is_target.astype("float32")).sum()) for x in (gap_N.abs(), ratio_N)
+        ]
         most = [x * is_learned for x in (gap_N.abs().max(), ratio_N.min(), ratio_N.max())]
         return [means[0], most[0], means[1], *most[1:]]
 
