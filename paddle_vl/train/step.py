@@ -292,7 +292,9 @@ def train_step(
         outcome, norm, reached = passes(batches, [])
         outcome = replace(outcome, is_repeated=True)
     own = optimizer.reached() if reached is None else reached
-    if norm == 0.0 and not own.any():
+    if not any(totals.counts):
+        logger.debug("a step without anything to learn from updates nothing")
+    elif norm == 0.0 and not own.any():
         # As of text alone, where the tower alone is trained.
         if ranks.is_main:
             _tell_of_idle_steps()

@@ -1,0 +1,463 @@
+"""Feeds a run that learns from rewards: prompts are answered by the trained model, scored, and
+learned, one generation after another.
+
+A generation has the answers of all ranks to some prompts, which several updates may learn. Between
+updates nothing of the next one is prefetched, as its answers are those of other weights. Every rank
+knows numbers, rewards and advantages of all answers; the answers themselves stay with the data rank
+that sampled them. An update has the answers to the same prompts under every topology.
+
+Shapes: D data ranks, G answers to a prompt, T learned tokens of a data rank, N those of a batch.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import paddle
+
+from paddle_vl.batch.rows import IGNORE_INDEX
+from paddle_vl.batch.schema import Batch, HostBatch
+from paddle_vl.checkpoint.safetensors_io import TensorToWrite, read_header, write_file
+from paddle_vl.data.prefetch import DataWaitLeftError, PrefetchingLoader
+from paddle_vl.families.vlm.grpo.rollouts import Group, Rollouts, Sampled
+from paddle_vl.nn.transfer import on_device
+from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
+from paddle_vl.processes import release_free_memory, resident_bytes
+from paddle_vl.train.feeding.feed import DataPlace, FedStep, warning_of_wait
+from paddle_vl.train.phases import Phase, phase
+from paddle_vl.train.step import Runner
+
+logger = logging.getLogger(__name__)
+STATE_STEM = "rollouts"
+# Groups of a report that are shown.
+_NUM_SHOWN = 4
+# Counts of the whole run.
+_COUNTS = ("prompts/used", "prompts/dropped", "completions", "updates_without_signal")
+_DTYPES = {"int64": "I64", "float32": "F32", "bool": "BOOL"}
+# From the arrays of prompts to the answers to each.
+Sample = Callable[[Sequence[Any]], list[list[Sampled]]]
+
+
+def memory_now() -> int:
+    """Bytes in use: of tensors on a GPU, of this process on a CPU."""
+    if paddle.get_device().startswith("cpu"):
+        return resident_bytes()
+    return int(paddle.device.cuda.memory_allocated())
+
+
+class RolloutFeed:
+    """In place of `paddle_vl.train.feeding.feed.BatchFeed`, whose methods it has.
+
+    Args:
+        data: endless lists of prompts, the same number on every data rank.
+        rollouts: of the family.
+        sample: answers prompts with the weights as they are, on every rank of a data lane alike.
+        batch_size: answers of a micro-batch of a rank.
+        num_micro_batches: of an update.
+        num_steps: of the whole run, for rewards.
+    """
+
+    def __init__(
+        self,
+        data: PrefetchingLoader,
+        rollouts: Rollouts,
+        sample: Sample,
+        runner: Runner,
+        batch_size: int,
+        num_micro_batches: int,
+        num_steps: int | None = None,
+        ranks: SingleRank = ONE_RANK,
+        wait_warning_s: float = 30.0,
+        count_flops: Callable[[Batch], int] | None = None,
+    ):
+        self._data, self._rollouts, self._sample = data, rollouts, sample
+        self._runner, self._ranks, self._num_steps = runner, ranks, num_steps
+        self._batch_size, self._accumulation = batch_size, num_micro_batches
+        self._wait_warning_s, self._count_flops = wait_warning_s, count_flops
+        settings = rollouts.settings
+        steps = settings.steps_per_generation or num_micro_batches
+        self._num_parts = steps // num_micro_batches
+        self._num_updates = self._num_parts * settings.num_iterations
+        rows = batch_size * ranks.data_size
+        # Prompts of a generation, and of one of its updates.
+        self._num_prompts = rows * steps // rollouts.size
+        self._per_update = rows * num_micro_batches // rollouts.size
+        self._needs_old = settings.old_log_probs == "computed" and not settings.is_on_policy(
+            num_micro_batches
+        )
+        self._groups: list[Group] = []
+        # The next update of the generation.
+        self._update = self._num_updates
+        self.steps_fed = 0
+        # Returns the stop signal that this rank has received.
+        self.received: Callable[[], int | None] = lambda: None
+        self._counts = dict.fromkeys(_COUNTS, 0)
+        # Numbers of each generation, and seconds and tokens of sampling, since the last report.
+        self._metrics: list[dict[str, float]] = []
+        self._seconds, self._tokens, self._reported = 0.0, 0, time.perf_counter()
+
+    def continue_at(self, steps_fed: int, data_state: dict[str, Any]) -> None:
+        """Resume after `steps_fed` steps, with the data at a saved position."""
+        self.steps_fed = steps_fed
+        self._groups, self._update = [], self._num_updates
+        self._data.load_state_dict(data_state)
+
+    def next_step(self) -> FedStep:
+        """The micro-batches of the next update; those of a new generation are sampled first.
+
+        Raises:
+            DataWaitLeftError: any rank received a stop signal.
+            ValueError: a reward failed, the same on all ranks.
+        """
+        wait_s = 0.0
+        if self._update == self._num_updates:
+            wait_s = self._generate()
+        batches: Sequence[HostBatch] = self._batches(self._update % self._num_parts)
+        if self._count_flops is not None:
+            batches = [each | {"flops": self._count_flops(each)} for each in batches]
+        with phase(Phase.HOST_TO_DEVICE):
+            batches = [on_device(each) for each in batches]
+        self._update += 1
+        self.steps_fed += 1
+        return FedStep(batches, DataPlace.of(self._data), wait_s)
+
+    def prepare_next(self) -> None:
+        """Nothing: the next update may have answers that the running one changes."""
+
+    def upcoming(self) -> Sequence[Batch]:
+        """Nothing is known before its time."""
+        return []
+
+    def close(self) -> None:
+        """Stop the loader."""
+        self._data.close()
+
+    # Generations.
+
+    def _generate(self) -> float:
+        """Sample a generation; the seconds that it waited for prompts."""
+        settings, rollouts = self._rollouts.settings, self._rollouts
+        begin, before, waited = time.perf_counter(), memory_now(), 0.0
+        everyone, kept = list[Group](), list[Group]()
+        for _ in range(1 + (settings.max_resample_times if settings.dynamic_sample else 0)):
+            groups, wait_s, memory = self._round()
+            waited += wait_s
+            everyone += groups
+            kept += [g for g in groups if not settings.dynamic_sample or rollouts.has_signal(g)]
+            if len(kept) >= self._num_prompts:
+                break
+        self._groups = kept = kept[: self._num_prompts]
+        self._update = 0
+        release_free_memory()
+        seconds = time.perf_counter() - begin - waited
+        if kept:
+            rollouts.learn_from(kept, self._fill_old(kept))
+        tokens = int(sum(each.lengths_G.sum() for each in everyone))
+        self._counts["prompts/used"] += len(everyone)
+        self._counts["prompts/dropped"] += len(everyone) - len(kept)
+        self._counts["completions"] += len(everyone) * rollouts.size
+        self._seconds, self._tokens = self._seconds + seconds, self._tokens + tokens
+        self._metrics.append(
+            {
+                **rollouts.metrics(everyone, kept),
+                **rollouts.rewards.logged,
+                "sampling/memory_gb": round((memory - before) / 1e9, 4),
+                "sampling/memory_kept_gb": round((memory_now() - before) / 1e9, 4),
+            }
+        )
+        return waited
+
+    def _round(self) -> tuple[list[Group], float, int]:
+        """The next prompts of all data ranks with their answers, in the order of the data; seconds
+        of waiting, and the memory in use while it sampled."""
+        begin, ranks, rollouts = time.perf_counter(), self._ranks, self._rollouts
+        who = f"step {self.steps_fed + 1}"
+        with (
+            phase(Phase.DATA_WAIT),
+            warning_of_wait(self._wait_warning_s, self._data.waiting_for, who),
+        ):
+            prompts = next(self._data)
+        waited = time.perf_counter() - begin
+        model = self._runner.model
+        was_training = model.training
+        model.eval()
+        try:
+            with phase(Phase.SAMPLING):
+                sampled = self._sample(prompts)
+        finally:
+            if was_training:
+                model.train()
+        memory = memory_now()
+        found, problem, cause = None, None, None
+        if ranks.counts_data:
+            try:
+                state = SimpleNamespace(global_step=self.steps_fed, max_steps=self._num_steps)
+                rewards_SF = rollouts.scored(prompts, sampled, state)
+                found = _described(prompts, sampled, rewards_SF)
+            except Exception as error:
+                problem, cause = f"{error}", error
+        own = [ranks.data_rank, found, problem, self.received()]
+        told = sorted(ranks.gathered(own), key=lambda each: each[0])
+        if problems := [each[2] for each in told if each[2] is not None]:
+            raise ValueError(problems[0]) from cause
+        if any(each[3] is not None for each in told):
+            raise DataWaitLeftError
+        by_rank = [_groups_of(rank, groups) for rank, groups, *_ in told if groups is not None]
+        for group, prompt, answers in zip(by_rank[ranks.data_rank], prompts, sampled, strict=True):
+            group.prompt, group.answers = prompt, answers
+        return [each for place in zip(*by_rank, strict=True) for each in place], waited, memory
+
+    def _batches(self, part: int) -> list[Any]:
+        """This rank's micro-batches of an update; as many on every rank."""
+        groups = self._groups[part * self._per_update :][: self._per_update]
+        if self._rollouts.is_idle(groups):
+            self._counts["updates_without_signal"] += 1
+            groups = []
+        return self._collated(groups, [self._rollouts.rows(g) for g in self._own(groups)])
+
+    def _own(self, groups: Sequence[Group]) -> list[Group]:
+        return [each for each in groups if each.owner == self._ranks.data_rank]
+
+    def _collated(self, groups: Sequence[Group], rows: Sequence[Sequence[Any]]) -> list[Any]:
+        """Micro-batches of the rows of own groups, and idle ones where other ranks have more."""
+        flat = [row for of_group in rows for row in of_group]
+        size, accumulation = self._batch_size, self._accumulation
+        batches = [
+            self._rollouts.collate(flat[start : start + size])
+            for start in range(0, len(flat), size)
+        ]
+        owners = [each.owner for each in groups]
+        most = max([owners.count(owner) for owner in {*owners}], default=0)
+        number = -(-most * self._rollouts.size // size)
+        # Schedules of a pipeline take certain numbers.
+        number = max(1, -(-number // accumulation)) * accumulation
+        runner = self._runner
+        idle = (runner.adapter.idle_batch(runner.model) for _ in range(number - len(batches)))
+        # They have no samples, and so no lengths.
+        return [*batches, *(each | {"lengths": ()} for each in idle)]
+
+    # Log-probabilities of the policy that answered.
+
+    def _fill_old(self, groups: Sequence[Group]) -> np.ndarray | None:
+        """Compute them where later updates need them.
+
+        Returns:
+            None, as no advantage depends on them.
+        """
+        if not self._needs_old:
+            return None
+        ranks, runner, rollouts = self._ranks, self._runner, self._rollouts
+        of_ranks = [0] * ranks.data_size
+        for group in groups:
+            of_ranks[group.owner] += int(group.lengths_G.sum())
+        own_T = paddle.zeros([max(1, *of_ranks)])
+        own, start = self._own(groups), 0
+        # Numbers in place of the sampler's, by which slices of a row are known.
+        numbered: dict[int, list[Any]] = {}
+        for group in own:
+            rows = []
+            for row in rollouts.rows(replace(group, advantages_G=np.zeros(rollouts.size))):
+                count = len(row.completion_ids)
+                numbers_C = np.arange(start, start + count, dtype=np.float32)
+                rows.append(replace(row, log_probs={"sampler_log_probs": numbers_C}))
+                start += count
+            numbered[id(group)] = rows
+        for part in range(self._num_parts):
+            of_part = groups[part * self._per_update :][: self._per_update]
+            rows = [numbered[id(each)] for each in self._own(of_part)]
+            batches = [self._synchronized(each) for each in self._collated(of_part, rows)]
+            values = runner.values(batches, runner.loss.values)
+            for batch, values_N in zip(batches, values, strict=False):
+                is_target_N = np.asarray(batch.target_rows)[1] != IGNORE_INDEX
+                if is_target_N.any() and batch.num_samples:
+                    numbers_N = np.asarray(batch.sampler_log_probs).astype(np.int64)[is_target_N]
+                    chosen = paddle.to_tensor(np.flatnonzero(is_target_N))
+                    values_N = paddle.index_select(values_N.astype("float32"), chosen)
+                    own_T = paddle.scatter(own_T, paddle.to_tensor(numbers_N), values_N)
+        own_T = runner.model.placement.ops.context.total(own_T)
+        every_DT = paddle.zeros([ranks.data_size, own_T.shape[0]])
+        every_DT[ranks.data_rank] = own_T
+        values_T = ranks.sum_losses(every_DT).numpy()[ranks.data_rank]
+        for group in own:
+            ends = np.cumsum(group.lengths_G)
+            count = int(ends[-1])
+            group.old = np.split(values_T[:count], ends[:-1])
+            values_T = values_T[count:]
+        return None
+
+    def _synchronized(self, batch: Any) -> Any:
+        needed, _ = self._ranks.agree([*map(int, batch.optional_branches)])
+        return self._runner.adapter.synchronized(batch, needed, self._runner.model)
+
+    # Reports.
+
+    def entries(self) -> dict[str, Any]:
+        """Entries of a metrics line about the generations since the last one."""
+        found: dict[str, Any] = {}
+        for name in dict.fromkeys(name for each in self._metrics for name in each):
+            values = [each[name] for each in self._metrics if name in each]
+            of = min if "/min_" in name else max if "/max_" in name else np.mean
+            found[name] = round(float(of(values)), 6)
+        now = time.perf_counter()
+        if self._metrics:
+            found |= {
+                "sampling/seconds": round(self._seconds / len(self._metrics), 4),
+                "sampling/share_of_time": round(self._seconds / (now - self._reported), 4),
+                "sampling/tokens_per_second": round(self._tokens / self._seconds, 1),
+            }
+        self._metrics, self._seconds, self._tokens, self._reported = [], 0.0, 0, now
+        return {**found, **self._counts}
+
+    def check(self, line: dict[str, Any]) -> None:
+        """
+        Raises:
+            RuntimeError: the sampler's log-probabilities are too far from the trainer's.
+        """
+        bound = self._rollouts.settings.max_sampling_logp_difference
+        found = line.get("sampling/sampling_logp_difference/mean")
+        if bound is not None and found is not None and found > bound:
+            raise RuntimeError(
+                f"the log-probabilities of sampling and of training differ by {found:.3g} nats a "
+                f"token at step {line['step']}, above grpo.max_sampling_logp_difference {bound:g}: "
+                "they are not of the same weights, positions or images; with biased_sampling raise "
+                "the bound"
+            )
+
+    def shown(self) -> list[dict[str, Any]]:
+        """Some groups of this rank as lines of predictions."""
+        own = [each for each in self._groups if each.answers is not None]
+        return [self._rollouts.shown(each) for each in own[:_NUM_SHOWN]]
+
+    # Checkpoints.
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint stores: JSON values, and `arrays` of a generation that is not used up.
+        Called by all ranks."""
+        plain: dict[str, Any] = {"update": self._update, "data_size": self._ranks.data_size}
+        plain |= {"counts": self._counts, "metrics": self._metrics}
+        if self._update == self._num_updates:
+            return plain
+        own = {}
+        if self._ranks.counts_data:
+            own = {
+                str(place): [
+                    [each.ids.tolist() for each in group.answers or ()],
+                    [each.log_probs.astype(float).tolist() for each in group.answers or ()],
+                    [each.astype(float).tolist() for each in group.old or ()],
+                ]
+                for place, group in enumerate(self._groups)
+                if group.owner == self._ranks.data_rank
+            }
+        answers = {int(k): each for of in self._ranks.gathered(own) for k, each in of.items()}
+        return plain | {"arrays": _arrays_of(self._groups, answers)}
+
+    @staticmethod
+    def write(folder: Path, state: dict[str, Any]) -> None:
+        """Write the `arrays` of a state beside a checkpoint's other files."""
+        if (arrays := state.get("arrays")) is not None:
+            write_file(
+                folder / f"{STATE_STEM}.safetensors",
+                [
+                    TensorToWrite(name, each.shape, _DTYPES[str(each.dtype)], lambda x=each: x)
+                    for name, each in arrays.items()
+                ],
+            )
+
+    def restore(self, folder: Path, state: dict[str, Any] | None) -> None:
+        """Continue in the generation of a checkpoint.
+
+        Raises:
+            ValueError, RuntimeError: the state is of other settings, or the file is damaged.
+        """
+        if state is None:
+            return
+        if not 0 <= state["update"] <= self._num_updates:
+            raise ValueError(
+                f"rollouts: update {state['update']} of a generation, which has {self._num_updates}"
+            )
+        self._update = state["update"]
+        self._counts |= state["counts"]
+        self._metrics = [dict(each) for each in state["metrics"]]
+        if self._update == self._num_updates:
+            return
+        stored = read_header(folder / f"{STATE_STEM}.safetensors")
+        self._groups = _restored({name: each.read() for name, each in stored.items()})
+        ranks, prompts = self._ranks, self._rollouts.prompts
+        if state["data_size"] != ranks.data_size:
+            for place, group in enumerate(self._groups):
+                group.owner = place % ranks.data_size
+        for group in self._groups:
+            if group.owner == ranks.data_rank:
+                group.prompt = prompts.in_epoch(group.epoch)[group.number]
+            else:
+                group.answers = group.old = None
+
+
+def _described(
+    prompts: Sequence[Any], sampled: Sequence[Sequence[Sampled]], rewards_SF: np.ndarray
+) -> list[Any]:
+    """What all ranks know of the groups of a rank, JSON values."""
+    rewards = np.split(rewards_SF, len(prompts))
+    return [
+        [
+            *(int(prompt["number"]), int(prompt["epoch"]), len(prompt["input_ids"])),
+            [[None if np.isnan(x) else float(x) for x in row] for row in rewards_GF],
+            [len(each.ids) for each in answers],
+            [each.is_truncated for each in answers],
+        ]
+        for prompt, answers, rewards_GF in zip(prompts, sampled, rewards, strict=True)
+    ]
+
+
+def _groups_of(rank: int, described: Sequence[Any]) -> list[Group]:
+    return [
+        Group(
+            number, epoch, rank, np.array(rewards, np.float32), np.array(lengths), np.array(cut),
+            length,
+        )
+        for number, epoch, length, rewards, lengths, cut in described
+    ]  # fmt: skip
+
+
+def _arrays_of(groups: Sequence[Group], answers: dict[int, Any]) -> dict[str, np.ndarray]:
+    """The arrays of a file."""
+    each = [answers[place] for place in range(len(groups))]
+
+    def joined(number: int, dtype: Any) -> np.ndarray:
+        return np.array([x for of in each for row in of[number] for x in row], dtype)
+
+    return {
+        "numbers": np.array([[g.number, g.epoch, g.owner, g.prompt_length] for g in groups]),
+        "rewards": np.stack([g.rewards_GF for g in groups]),
+        "lengths": np.stack([g.lengths_G for g in groups]).astype(np.int64),
+        "truncated": np.stack([g.truncated_G for g in groups]),
+        "advantages": np.stack([np.asarray(g.advantages_G, np.float32) for g in groups]),
+        "ids": joined(0, np.int64),
+        "sampler_log_probs": joined(1, np.float32),
+        "old_log_probs": joined(2, np.float32),
+    }
+
+
+def _restored(arrays: dict[str, np.ndarray]) -> list[Group]:
+    lengths_KG = arrays["lengths"]
+    ends = np.cumsum(lengths_KG)[:-1]
+    ids, sampler = (np.split(arrays[name], ends) for name in ("ids", "sampler_log_probs"))
+    old = np.split(arrays["old_log_probs"], ends) if len(arrays["old_log_probs"]) else None
+    groups, size = [], lengths_KG.shape[1]
+    for place, (number, epoch, owner, prompt_length) in enumerate(arrays["numbers"].tolist()):
+        rows = range(place * size, (place + 1) * size)
+        cut_G = arrays["truncated"][place]
+        groups.append(
+            Group(
+                number, epoch, owner, arrays["rewards"][place], lengths_KG[place], cut_G,
+                prompt_length, arrays["advantages"][place], None,
+                [Sampled(ids[i], sampler[i], bool(cut)) for i, cut in zip(rows, cut_G, strict=True)],
+                None if old is None else [old[i] for i in rows],
+            )
+        )  # fmt: skip
+    return groups
