@@ -57,9 +57,9 @@ from paddle_vl.train.reference import ComparingRunner, Reference
 from paddle_vl.train.reporting.device_peaks import device_peak
 from paddle_vl.train.reporting.metrics import evaluation_keys
 from paddle_vl.train.resume import changed_settings, check_pretrained, checkpoint_to_resume
+from paddle_vl.train.rollouts import RolloutFeed
 from paddle_vl.train.run_lock import RunLock
 from paddle_vl.train.schedule import RunLength, seed_everything
-from paddle_vl.train.rollouts import RolloutFeed
 from paddle_vl.train.split_sampling import SplitSampler
 from paddle_vl.train.step import Runner
 from paddle_vl.train.trainer import Trainer

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import paddle
-from paddle import Tensor
 
 from paddle_vl.batch.rows import IGNORE_INDEX
 from paddle_vl.batch.schema import Batch, HostBatch
@@ -158,8 +157,8 @@ class RolloutFeed:
         seconds = time.perf_counter() - begin - waited
         if kept:
             rollouts.learn_from(kept, self._fill_old(kept))
-        tokens = int(sum(each.lengths_G.sum() for each in everyone))
-        self._counts["prompts/used"] += len(everyone)
+        tokens = int(sum(each.lengths.sum() for each in everyone))
+        self._counts["prompts/used"] += len(kept)
         self._counts["prompts/dropped"] += len(everyone) - len(kept)
         self._counts["completions"] += len(everyone) * rollouts.size
         self._seconds, self._tokens = self._seconds + seconds, self._tokens + tokens
@@ -255,14 +254,14 @@ class RolloutFeed:
         ranks, runner, rollouts = self._ranks, self._runner, self._rollouts
         of_ranks = [0] * ranks.data_size
         for group in groups:
-            of_ranks[group.owner] += int(group.lengths_G.sum())
+            of_ranks[group.owner] += int(group.lengths.sum())
         own_T = paddle.zeros([max(1, *of_ranks)])
         own, start = self._own(groups), 0
         # Numbers in place of the sampler's, by which slices of a row are known.
         numbered: dict[int, list[Any]] = {}
         for group in own:
             rows = []
-            for row in rollouts.rows(replace(group, advantages_G=np.zeros(rollouts.size))):
+            for row in rollouts.rows(replace(group, advantages=np.zeros(rollouts.size))):
                 count = len(row.completion_ids)
                 numbers_C = np.arange(start, start + count, dtype=np.float32)
                 rows.append(replace(row, log_probs={"sampler_log_probs": numbers_C}))
@@ -285,7 +284,7 @@ class RolloutFeed:
         every_DT[ranks.data_rank] = own_T
         values_T = ranks.sum_losses(every_DT).numpy()[ranks.data_rank]
         for group in own:
-            ends = np.cumsum(group.lengths_G)
+            ends = np.cumsum(group.lengths)
             count = int(ends[-1])
             group.old = np.split(values_T[:count], ends[:-1])
             values_T = values_T[count:]
@@ -434,10 +433,10 @@ def _arrays_of(groups: Sequence[Group], answers: dict[int, Any]) -> dict[str, np
 
     return {
         "numbers": np.array([[g.number, g.epoch, g.owner, g.prompt_length] for g in groups]),
-        "rewards": np.stack([g.rewards_GF for g in groups]),
-        "lengths": np.stack([g.lengths_G for g in groups]).astype(np.int64),
-        "truncated": np.stack([g.truncated_G for g in groups]),
-        "advantages": np.stack([np.asarray(g.advantages_G, np.float32) for g in groups]),
+        "rewards": np.stack([g.rewards for g in groups]),
+        "lengths": np.stack([g.lengths for g in groups]).astype(np.int64),
+        "truncated": np.stack([g.truncated for g in groups]),
+        "advantages": np.stack([np.asarray(g.advantages, np.float32) for g in groups]),
         "ids": joined(0, np.int64),
         "sampler_log_probs": joined(1, np.float32),
         "old_log_probs": joined(2, np.float32),
@@ -457,7 +456,10 @@ def _restored(arrays: dict[str, np.ndarray]) -> list[Group]:
             Group(
                 number, epoch, owner, arrays["rewards"][place], lengths_KG[place], cut_G,
                 prompt_length, arrays["advantages"][place], None,
-                [Sampled(ids[i], sampler[i], bool(cut)) for i, cut in zip(rows, cut_G, strict=True)],
+                [
+                    Sampled(ids[i], sampler[i], bool(cut))
+                    for i, cut in zip(rows, cut_G, strict=True)
+                ],
                 None if old is None else [old[i] for i in rows],
             )
         )  # fmt: skip

@@ -39,10 +39,10 @@ from paddle_vl.train.reporting.metrics import (
 from paddle_vl.train.reporting.reporter import Reporter, memory_in_use
 from paddle_vl.train.reporting.run_files import ACTIONS_FILE, ROLLOUTS_FILE
 from paddle_vl.train.reporting.run_record import RunRecord
+from paddle_vl.train.rollouts import RolloutFeed
 from paddle_vl.train.run_lock import RunLock
 from paddle_vl.train.saving.checkpoint_writer import FINAL, CheckpointWriter
 from paddle_vl.train.saving.commit import Fill
-from paddle_vl.train.rollouts import RolloutFeed
 from paddle_vl.train.schedule import (
     RunLength,
     average_decay,

@@ -33,10 +33,10 @@ class Group:
     Attributes:
         number, epoch: of the prompt.
         owner: data rank that learns it.
-        rewards_GF: NaN where a reward does not judge.
-        lengths_G, truncated_G: tokens of the answers, and whether each has no end.
+        rewards: `[G, F]`, NaN where a reward does not judge.
+        lengths, truncated: `[G]`, tokens of the answers, and whether each has no end.
         prompt_length: in tokens.
-        advantages_G: once they are known.
+        advantages: `[G]`, once they are known.
         prompt, answers: arrays of the prompt, and the answers; of the owner's groups alone.
         old: log-probabilities of each answer, once they are known, likewise.
     """
@@ -44,11 +44,11 @@ class Group:
     number: int
     epoch: int
     owner: int
-    rewards_GF: np.ndarray
-    lengths_G: np.ndarray
-    truncated_G: np.ndarray
+    rewards: np.ndarray
+    lengths: np.ndarray
+    truncated: np.ndarray
     prompt_length: int
-    advantages_G: np.ndarray | None = None
+    advantages: np.ndarray | None = None
     prompt: Sample | None = None
     answers: Sequence[Sampled] | None = None
     old: Sequence[np.ndarray] | None = None
@@ -137,7 +137,7 @@ class Rollouts:
     def has_signal(self, group: Group) -> bool:
         """Whether a group's answers differ in an outcome."""
         for column in self._outcomes:
-            values = group.rewards_GF[:, column]
+            values = group.rewards[:, column]
             values = values[~np.isnan(values)]
             if len(values) and values.min() < values.max():
                 return True
@@ -145,22 +145,23 @@ class Rollouts:
 
     def learn_from(self, groups: Sequence[Group], kl_S: np.ndarray | None = None) -> None:
         """Give the groups of a generation, of all ranks, their advantages."""
-        rewards_SF = np.concatenate([each.rewards_GF for each in groups])
+        rewards_SF = np.concatenate([each.rewards for each in groups])
         found_S = advantages(rewards_SF, self.settings, kl_S)
         for group, own_G in zip(groups, np.split(found_S, len(groups)), strict=True):
-            group.advantages_G = own_G
+            group.advantages = own_G
 
     def is_idle(self, groups: Sequence[Group]) -> bool:
         """Whether nothing would be learned from these groups."""
         settings = self.settings
         if settings.entropy_coef or (settings.has_reference and settings.loss_type != "rloo"):
             return not groups
-        return not any(np.any(each.advantages_G) for each in groups)
+        return not any(np.any(each.advantages) for each in groups)
 
     def rows(self, group: Group) -> list[Rollout]:
         """The answers of an own group as rows to learn."""
-        assert group.prompt is not None and group.answers is not None, "of an own group"
-        assert group.advantages_G is not None, "after `learn_from`"
+        assert group.prompt is not None, "of an own group"
+        assert group.answers is not None, "of an own group"
+        assert group.advantages is not None, "after `learn_from`"
         found = []
         for place, answer in enumerate(group.answers):
             is_masked = answer.is_truncated and self.settings.mask_truncated_completions
@@ -169,7 +170,7 @@ class Rollouts:
                 log_probs["old_log_probs"] = group.old[place]
             found.append(
                 Rollout(
-                    group.prompt, answer.ids, float(group.advantages_G[place]),
+                    group.prompt, answer.ids, float(group.advantages[place]),
                     np.zeros(len(answer.ids), bool) if is_masked else None, log_probs,
                 )
             )  # fmt: skip
@@ -183,15 +184,15 @@ class Rollouts:
             kept: those that are learned.
         """
         counted = kept or groups
-        rewards_SF = np.concatenate([each.rewards_GF for each in counted])
+        rewards_SF = np.concatenate([each.rewards for each in counted])
         prompts_S = np.repeat([each.prompt_length for each in counted], self.size)
         found = completion_metrics(
-            np.concatenate([each.lengths_G for each in counted]),
-            np.concatenate([each.truncated_G for each in counted]),
+            np.concatenate([each.lengths for each in counted]),
+            np.concatenate([each.truncated for each in counted]),
             prompts_S,
         )
         found |= reward_metrics(rewards_SF, self.rewards.names, self.settings)
-        best = [np.nanmax(total_rewards(each.rewards_GF, self.settings)) for each in counted]
+        best = [np.nan_to_num(total_rewards(each.rewards, self.settings)).max() for each in counted]
         return {
             **{name: value for name, value in found.items() if not np.isnan(value)},
             f"pass@{self.size}": float(np.mean([value > 0 for value in best])),
@@ -202,10 +203,10 @@ class Rollouts:
         """An own group as a line of a file of predictions."""
         assert group.answers is not None, "of an own group"
         row = self.prompts.conversation(group.number)
-        total_G = total_rewards(group.rewards_GF, self.settings)
+        total_G = total_rewards(group.rewards, self.settings)
         texts = [self.processor.decode(each.ids) for each in group.answers]
         lines = [f"{total:.3g}  {text}" for total, text in zip(total_G, texts, strict=True)]
-        means = zip(self.rewards.names, group.rewards_GF.T, strict=True)
+        means = zip(self.rewards.names, group.rewards.T, strict=True)
         return {
             "sample": self.prompts.place(group.number),
             "task": str(row.columns.get("task", "")),
