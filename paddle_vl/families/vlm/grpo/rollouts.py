@@ -6,56 +6,36 @@ copy, not on the ranks that sample them.
 Shapes: S answers, G answers to a prompt, F rewards, C tokens of an answer.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from paddle_vl.families.vlm.answering.groups import GroupBatches, GroupSampler, Sampled
+from paddle_vl.families.vlm.answering.groups import (
+    GroupBatches,
+    GroupSampler,
+    Sampled,
+    SplitRow,
+    chosen_for,
+)
+from paddle_vl.families.vlm.grpo import window
 from paddle_vl.families.vlm.grpo.advantages import advantages, total_rewards
 from paddle_vl.families.vlm.grpo.metrics import completion_metrics, reward_metrics
 from paddle_vl.families.vlm.grpo.rewards import Rewards, SampledAnswer
 from paddle_vl.families.vlm.grpo.settings import GRPOConfig
+from paddle_vl.families.vlm.grpo.window import Group, Sample
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.inputs.prompts import Prompts
 from paddle_vl.families.vlm.inputs.rollouts import SAMPLER, Rollout
 from paddle_vl.generation.sampling import Sampling
 
-Sample = Mapping[str, np.ndarray]
-
-
-@dataclass
-class Group:
-    """A prompt and its answers.
-
-    Attributes:
-        number, epoch: of the prompt.
-        owner: data rank that learns it.
-        rewards: `[G, F]`, NaN where a reward does not judge.
-        lengths, truncated: `[G]`, tokens of the answers, and whether each has no end.
-        prompt_length: in tokens.
-        advantages: `[G]`, once they are known.
-        prompt, answers: arrays of the prompt, and the answers; of the owner's groups alone.
-        old: log-probabilities of each answer, once they are known, likewise.
-    """
-
-    number: int
-    epoch: int
-    owner: int
-    rewards: np.ndarray
-    lengths: np.ndarray
-    truncated: np.ndarray
-    prompt_length: int
-    advantages: np.ndarray | None = None
-    prompt: Sample | None = None
-    answers: Sequence[Sampled] | None = None
-    old: Sequence[np.ndarray] | None = None
-
 
 class Rollouts:
     """Samples answers to prompts, scores them, and makes batches of them.
+
+    `described`, `groups_of` and so on are those of `grpo.window`.
 
     Args:
         prompts: of data.train.
@@ -104,11 +84,25 @@ class Rollouts:
         chosen = chosen or settings.rewards
         self._outcomes = [settings.rewards.index(each) for each in chosen]
 
+    described, groups_of = staticmethod(window.described), staticmethod(window.groups_of)
+    arrays_of, restored = staticmethod(window.arrays_of), staticmethod(window.restored)
+    told_answers = staticmethod(window.told_answers)
+
     def samplings(self, prompt: Sample) -> list[Sampling]:
         """Of each answer to a prompt; `AnswerRow` adds the number of the copy to the seed."""
         place = [self._seed, int(prompt["epoch"]), int(prompt["number"])]
         (seed,) = np.random.SeedSequence(place).generate_state(1, np.uint64)
         return [replace(self._common, seed=int(seed))] * self.size
+
+    def split_rows(self, prompts: Sequence[Sample]) -> list[SplitRow]:
+        """The answers to some prompts that a split model begins, group by group."""
+        return [
+            SplitRow(prompt, sampling, copy)
+            for prompt in prompts
+            for copy, sampling in enumerate(self.samplings(prompt))
+        ]
+
+    chosen_for = staticmethod(chosen_for)
 
     def sampled(self, model: Any, prompts: Sequence[Sample]) -> list[list[Sampled]]:
         """The answers of a complete model to some prompts, each with its images encoded once."""
@@ -125,7 +119,7 @@ class Rollouts:
             number = int(prompt["number"])
             row = self.prompts.conversation(number)
             for each in group:
-                text = self.processor.decode(each.ids)
+                text = self.processor.decode(each.ids.tolist())
                 answers.append(
                     SampledAnswer(
                         text, each.ids.tolist(), row.prompt.messages, row.columns, row.references,
@@ -176,6 +170,17 @@ class Rollouts:
             )  # fmt: skip
         return found
 
+    def numbered(self, group: Group, start: int) -> list[Rollout]:
+        """The rows of an own group, with numbers in place of the sampler's log-probabilities, by
+        which the tokens of a slice of a batch are known."""
+        found = []
+        for row in self.rows(replace(group, advantages=np.zeros(self.size), old=None)):
+            count = len(row.completion_ids)
+            numbers_C = np.arange(start, start + count, dtype=np.float32)
+            found.append(replace(row, log_probs={SAMPLER: numbers_C}))
+            start += count
+        return found
+
     def metrics(self, groups: Sequence[Group], kept: Sequence[Group]) -> dict[str, float]:
         """Numbers of a generation, of all ranks, under TRL's names.
 
@@ -204,7 +209,7 @@ class Rollouts:
         assert group.answers is not None, "of an own group"
         row = self.prompts.conversation(group.number)
         total_G = total_rewards(group.rewards, self.settings)
-        texts = [self.processor.decode(each.ids) for each in group.answers]
+        texts = [self.processor.decode(each.ids.tolist()) for each in group.answers]
         lines = [f"{total:.3g}  {text}" for total, text in zip(total_G, texts, strict=True)]
         means = zip(self.rewards.names, group.rewards.T, strict=True)
         return {
