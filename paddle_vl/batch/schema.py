@@ -197,8 +197,9 @@ class VLBatch(HostBatch):
     # that are divided by the temperature.
     returns_log_probs: bool = False
     temperature: float = 1.0
-    # Or the most likely tokens behind them, or the scores of all, to answer; then with the numbers of the prompts that
-    # are the first rows, and with caches of their keys. From `answering.questions`.
+    # Or the most likely tokens behind them, or the scores of all, to answer; then with the numbers
+    # of the prompts that are the first rows, and with caches of their keys. From
+    # `answering.questions`.
     returns_choices: bool = False
     returns_scores: bool = False
     numbers: list[int] | None = None

@@ -213,11 +213,7 @@ def _build(
         parallel, sample = config.parallel, partial(rollouts.sampled, model)
         # Layers that are whole on no rank, or gathered from several at every pass.
         if model.placement.splits_parameters or parallel.sharding_stage == 3:
-            multiple = model.placement.ops.row_part.size
-            most = rollouts.settings.max_num_seqs
-            sample = SplitSampler(
-                rollouts.batches, rollouts.samplings, runner, ranks, most, multiple
-            )
+            sample = SplitSampler(rollouts, runner, ranks, model.placement.ops.row_part.size)
         feed = RolloutFeed(
             loader, rollouts, sample, runner,
             train.per_device_train_batch_size, train.gradient_accumulation_steps, length.steps,

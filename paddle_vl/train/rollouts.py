@@ -12,7 +12,6 @@ Shapes: D data ranks, G answers to a prompt, T learned tokens of a data rank, N 
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,6 @@ from paddle_vl.batch.rows import IGNORE_INDEX
 from paddle_vl.batch.schema import Batch, HostBatch
 from paddle_vl.checkpoint.safetensors_io import TensorToWrite, read_header, write_file
 from paddle_vl.data.prefetch import DataWaitLeftError, PrefetchingLoader
-from paddle_vl.families.vlm.grpo.rollouts import Group, Rollouts, Sampled
 from paddle_vl.nn.transfer import on_device
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.processes import release_free_memory, resident_bytes
@@ -40,7 +38,7 @@ _NUM_SHOWN = 4
 _COUNTS = ("prompts/used", "prompts/dropped", "completions", "updates_without_signal")
 _DTYPES = {"int64": "I64", "float32": "F32", "bool": "BOOL"}
 # From the arrays of prompts to the answers to each.
-Sample = Callable[[Sequence[Any]], list[list[Sampled]]]
+Sample = Callable[[Sequence[Any]], list[list[Any]]]
 
 
 def memory_now() -> int:
@@ -55,7 +53,7 @@ class RolloutFeed:
 
     Args:
         data: endless lists of prompts, the same number on every data rank.
-        rollouts: of the family.
+        rollouts: of the family, e.g. `paddle_vl.families.vlm.grpo.rollouts.Rollouts`.
         sample: answers prompts with the weights as they are, on every rank of a data lane alike.
         batch_size: answers of a micro-batch of a rank.
         num_micro_batches: of an update.
@@ -65,7 +63,7 @@ class RolloutFeed:
     def __init__(
         self,
         data: PrefetchingLoader,
-        rollouts: Rollouts,
+        rollouts: Any,
         sample: Sample,
         runner: Runner,
         batch_size: int,
@@ -90,7 +88,7 @@ class RolloutFeed:
         self._needs_old = settings.old_log_probs == "computed" and not settings.is_on_policy(
             num_micro_batches
         )
-        self._groups: list[Group] = []
+        self._groups: list[Any] = []
         # The next update of the generation.
         self._update = self._num_updates
         self.steps_fed = 0
@@ -143,7 +141,7 @@ class RolloutFeed:
         """Sample a generation; the seconds that it waited for prompts."""
         settings, rollouts = self._rollouts.settings, self._rollouts
         begin, before, waited = time.perf_counter(), memory_now(), 0.0
-        everyone, kept = list[Group](), list[Group]()
+        everyone, kept = list[Any](), list[Any]()
         for _ in range(1 + (settings.max_resample_times if settings.dynamic_sample else 0)):
             groups, wait_s, memory = self._round()
             waited += wait_s
@@ -157,8 +155,8 @@ class RolloutFeed:
         seconds = time.perf_counter() - begin - waited
         if kept:
             rollouts.learn_from(kept, self._fill_old(kept))
-        tokens = int(sum(each.lengths_G.sum() for each in everyone))
-        self._counts["prompts/used"] += len(everyone)
+        tokens = int(sum(each.lengths.sum() for each in everyone))
+        self._counts["prompts/used"] += len(kept)
         self._counts["prompts/dropped"] += len(everyone) - len(kept)
         self._counts["completions"] += len(everyone) * rollouts.size
         self._seconds, self._tokens = self._seconds + seconds, self._tokens + tokens
@@ -172,7 +170,7 @@ class RolloutFeed:
         )
         return waited
 
-    def _round(self) -> tuple[list[Group], float, int]:
+    def _round(self) -> tuple[list[Any], float, int]:
         """The next prompts of all data ranks with their answers, in the order of the data; seconds
         of waiting, and the memory in use while it sampled."""
         begin, ranks, rollouts = time.perf_counter(), self._ranks, self._rollouts
@@ -198,7 +196,7 @@ class RolloutFeed:
             try:
                 state = SimpleNamespace(global_step=self.steps_fed, max_steps=self._num_steps)
                 rewards_SF = rollouts.scored(prompts, sampled, state)
-                found = _described(prompts, sampled, rewards_SF)
+                found = rollouts.described(prompts, sampled, rewards_SF)
             except Exception as error:
                 problem, cause = f"{error}", error
         own = [ranks.data_rank, found, problem, self.received()]
@@ -207,7 +205,9 @@ class RolloutFeed:
             raise ValueError(problems[0]) from cause
         if any(each[3] is not None for each in told):
             raise DataWaitLeftError
-        by_rank = [_groups_of(rank, groups) for rank, groups, *_ in told if groups is not None]
+        by_rank = [
+            rollouts.groups_of(rank, groups) for rank, groups, *_ in told if groups is not None
+        ]
         for group, prompt, answers in zip(by_rank[ranks.data_rank], prompts, sampled, strict=True):
             group.prompt, group.answers = prompt, answers
         return [each for place in zip(*by_rank, strict=True) for each in place], waited, memory
@@ -220,10 +220,10 @@ class RolloutFeed:
             groups = []
         return self._collated(groups, [self._rollouts.rows(g) for g in self._own(groups)])
 
-    def _own(self, groups: Sequence[Group]) -> list[Group]:
+    def _own(self, groups: Sequence[Any]) -> list[Any]:
         return [each for each in groups if each.owner == self._ranks.data_rank]
 
-    def _collated(self, groups: Sequence[Group], rows: Sequence[Sequence[Any]]) -> list[Any]:
+    def _collated(self, groups: Sequence[Any], rows: Sequence[Sequence[Any]]) -> list[Any]:
         """Micro-batches of the rows of own groups, and idle ones where other ranks have more."""
         flat = [row for of_group in rows for row in of_group]
         size, accumulation = self._batch_size, self._accumulation
@@ -243,7 +243,7 @@ class RolloutFeed:
 
     # Log-probabilities of the policy that answered.
 
-    def _fill_old(self, groups: Sequence[Group]) -> np.ndarray | None:
+    def _fill_old(self, groups: Sequence[Any]) -> np.ndarray | None:
         """Compute them where later updates need them.
 
         Returns:
@@ -254,24 +254,20 @@ class RolloutFeed:
         ranks, runner, rollouts = self._ranks, self._runner, self._rollouts
         of_ranks = [0] * ranks.data_size
         for group in groups:
-            of_ranks[group.owner] += int(group.lengths_G.sum())
+            of_ranks[group.owner] += int(group.lengths.sum())
         own_T = paddle.zeros([max(1, *of_ranks)])
         own, start = self._own(groups), 0
         # Numbers in place of the sampler's, by which slices of a row are known.
         numbered: dict[int, list[Any]] = {}
         for group in own:
-            rows = []
-            for row in rollouts.rows(replace(group, advantages_G=np.zeros(rollouts.size))):
-                count = len(row.completion_ids)
-                numbers_C = np.arange(start, start + count, dtype=np.float32)
-                rows.append(replace(row, log_probs={"sampler_log_probs": numbers_C}))
-                start += count
-            numbered[id(group)] = rows
+            numbered[id(group)] = rollouts.numbered(group, start)
+            start += int(group.lengths.sum())
         for part in range(self._num_parts):
             of_part = groups[part * self._per_update :][: self._per_update]
             rows = [numbered[id(each)] for each in self._own(of_part)]
             batches = [self._synchronized(each) for each in self._collated(of_part, rows)]
-            values = runner.values(batches, runner.loss.values)
+            loss: Any = runner.loss
+            values = runner.values(batches, loss.values)
             for batch, values_N in zip(batches, values, strict=False):
                 is_target_N = np.asarray(batch.target_rows)[1] != IGNORE_INDEX
                 if is_target_N.any() and batch.num_samples:
@@ -284,7 +280,7 @@ class RolloutFeed:
         every_DT[ranks.data_rank] = own_T
         values_T = ranks.sum_losses(every_DT).numpy()[ranks.data_rank]
         for group in own:
-            ends = np.cumsum(group.lengths_G)
+            ends = np.cumsum(group.lengths)
             count = int(ends[-1])
             group.old = np.split(values_T[:count], ends[:-1])
             values_T = values_T[count:]
@@ -345,16 +341,12 @@ class RolloutFeed:
         own = {}
         if self._ranks.counts_data:
             own = {
-                str(place): [
-                    [each.ids.tolist() for each in group.answers or ()],
-                    [each.log_probs.astype(float).tolist() for each in group.answers or ()],
-                    [each.astype(float).tolist() for each in group.old or ()],
-                ]
+                str(place): self._rollouts.told_answers(group)
                 for place, group in enumerate(self._groups)
                 if group.owner == self._ranks.data_rank
             }
         answers = {int(k): each for of in self._ranks.gathered(own) for k, each in of.items()}
-        return plain | {"arrays": _arrays_of(self._groups, answers)}
+        return plain | {"arrays": self._rollouts.arrays_of(self._groups, answers)}
 
     @staticmethod
     def write(folder: Path, state: dict[str, Any]) -> None:
@@ -386,7 +378,8 @@ class RolloutFeed:
         if self._update == self._num_updates:
             return
         stored = read_header(folder / f"{STATE_STEM}.safetensors")
-        self._groups = _restored({name: each.read() for name, each in stored.items()})
+        arrays = {name: each.read() for name, each in stored.items()}
+        self._groups = self._rollouts.restored(arrays)
         ranks, prompts = self._ranks, self._rollouts.prompts
         if state["data_size"] != ranks.data_size:
             for place, group in enumerate(self._groups):
@@ -396,68 +389,3 @@ class RolloutFeed:
                 group.prompt = prompts.in_epoch(group.epoch)[group.number]
             else:
                 group.answers = group.old = None
-
-
-def _described(
-    prompts: Sequence[Any], sampled: Sequence[Sequence[Sampled]], rewards_SF: np.ndarray
-) -> list[Any]:
-    """What all ranks know of the groups of a rank, JSON values."""
-    rewards = np.split(rewards_SF, len(prompts))
-    return [
-        [
-            *(int(prompt["number"]), int(prompt["epoch"]), len(prompt["input_ids"])),
-            [[None if np.isnan(x) else float(x) for x in row] for row in rewards_GF],
-            [len(each.ids) for each in answers],
-            [each.is_truncated for each in answers],
-        ]
-        for prompt, answers, rewards_GF in zip(prompts, sampled, rewards, strict=True)
-    ]
-
-
-def _groups_of(rank: int, described: Sequence[Any]) -> list[Group]:
-    return [
-        Group(
-            number, epoch, rank, np.array(rewards, np.float32), np.array(lengths), np.array(cut),
-            length,
-        )
-        for number, epoch, length, rewards, lengths, cut in described
-    ]  # fmt: skip
-
-
-def _arrays_of(groups: Sequence[Group], answers: dict[int, Any]) -> dict[str, np.ndarray]:
-    """The arrays of a file."""
-    each = [answers[place] for place in range(len(groups))]
-
-    def joined(number: int, dtype: Any) -> np.ndarray:
-        return np.array([x for of in each for row in of[number] for x in row], dtype)
-
-    return {
-        "numbers": np.array([[g.number, g.epoch, g.owner, g.prompt_length] for g in groups]),
-        "rewards": np.stack([g.rewards_GF for g in groups]),
-        "lengths": np.stack([g.lengths_G for g in groups]).astype(np.int64),
-        "truncated": np.stack([g.truncated_G for g in groups]),
-        "advantages": np.stack([np.asarray(g.advantages_G, np.float32) for g in groups]),
-        "ids": joined(0, np.int64),
-        "sampler_log_probs": joined(1, np.float32),
-        "old_log_probs": joined(2, np.float32),
-    }
-
-
-def _restored(arrays: dict[str, np.ndarray]) -> list[Group]:
-    lengths_KG = arrays["lengths"]
-    ends = np.cumsum(lengths_KG)[:-1]
-    ids, sampler = (np.split(arrays[name], ends) for name in ("ids", "sampler_log_probs"))
-    old = np.split(arrays["old_log_probs"], ends) if len(arrays["old_log_probs"]) else None
-    groups, size = [], lengths_KG.shape[1]
-    for place, (number, epoch, owner, prompt_length) in enumerate(arrays["numbers"].tolist()):
-        rows = range(place * size, (place + 1) * size)
-        cut_G = arrays["truncated"][place]
-        groups.append(
-            Group(
-                number, epoch, owner, arrays["rewards"][place], lengths_KG[place], cut_G,
-                prompt_length, arrays["advantages"][place], None,
-                [Sampled(ids[i], sampler[i], bool(cut)) for i, cut in zip(rows, cut_G, strict=True)],
-                None if old is None else [old[i] for i in rows],
-            )
-        )  # fmt: skip
-    return groups

@@ -4,7 +4,7 @@
 | --- | --- |
 | ms-swift | `messages`, `solution`; an answer behind them is left out |
 | TRL | `prompt`, messages or a text, and `images` |
-| verl, EasyR1 | `prompt` or `problem`, and `reward_model.ground_truth`, `ground_truth` or `answer` |
+| verl, EasyR1 | `prompt` or `problem`, and `reward_model.ground_truth` or `answer` |
 
 All further keys are columns of the row, for rewards. A plain text is one user's message.
 """

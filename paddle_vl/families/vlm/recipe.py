@@ -213,8 +213,9 @@ class VLRecipe(Family):
             answers = cast(SampledAnswers, self.answers)
             steps = answers.settings.steps_per_generation or train.gradient_accumulation_steps
             rows = train.per_device_train_batch_size * steps
+            prompts: Any = answers.prompts
             return super().loader(
-                *(answers.prompts, list, ranks, rows // answers.settings.num_generations),
+                *(prompts, list, ranks, rows // answers.settings.num_generations),
                 num_epochs=None, shuffle=True, drop_last=True, seed=train.seed,
             )  # fmt: skip
         samples: Any = self.train_data

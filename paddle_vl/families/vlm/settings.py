@@ -395,8 +395,8 @@ class VLRun(RunConfig):
             )
         if data.eval and self.train.eval is None:
             yield (
-                "data.eval is set but train.eval is not, and answers that nobody gave have no loss: "
-                "set train.eval, which asks the model"
+                "data.eval is set but train.eval is not, and prompts alone have no loss: set "
+                "train.eval, with which the model is asked"
             )
         yield from self._dropout_problems()
         if parallel.cp_degree > 1 and grpo.top_entropy_quantile < 1:

@@ -13,13 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+from paddle import Tensor
 
 from paddle_vl.batch.rows import IGNORE_INDEX
 from paddle_vl.batch.schema import VLBatch
 from paddle_vl.families.vlm.answering.batched import BatchedModel, Prompt
 from paddle_vl.families.vlm.answering.questions import PromptBatches
-from paddle_vl.families.vlm.inputs.collate import VISUAL_KEYS, prepared
+from paddle_vl.families.vlm.inputs.collate import VISUAL_KEYS, VLCollator, prepared
 from paddle_vl.families.vlm.inputs.preference import Answer, PreferenceCollator
+from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.generation.sampling import AnswerRow, ChosenToken, Sampling, choose_tokens
 
 _BLOCK = 16
@@ -73,8 +75,17 @@ class GroupBatches(PromptBatches):
         vision: a tower's configuration, to lay out the patches.
     """
 
-    def __init__(self, *args: Any, own_rows: Callable[[Any], Any] | None, vision: Any):
-        super().__init__(*args, "returns_scores")
+    def __init__(
+        self,
+        model: Any,
+        processor: VLProcessor,
+        collator: VLCollator,
+        max_new_tokens: int,
+        ends: Sequence[int],
+        own_rows: Callable[[Any], Any] | None,
+        vision: Any,
+    ):
+        super().__init__(model, processor, collator, max_new_tokens, ends, "returns_scores")
         self._own_rows, self._vision = own_rows, vision
 
     def batch(self, prompts: Sequence[Mapping[str, np.ndarray]]) -> VLBatch:
@@ -100,6 +111,32 @@ class GroupBatches(PromptBatches):
         batch |= collator.shared_visual(batch, answers, pixels)
         found = prepared({**batch, "numbers": [*range(len(prompts))]}, self._vision)
         return found if self._own_rows is None else self._own_rows(found)
+
+
+class SplitRow:
+    """An answer that grows by the passes of a split model."""
+
+    def __init__(self, prompt: Mapping[str, np.ndarray], sampling: Sampling, copy: int):
+        self.prompt, self._log_probs = prompt, list[float]()
+        self.answer = AnswerRow(sampling, prompt["input_ids"], copy)
+
+    def append(self, token_id: int, log_prob: float) -> None:
+        """Add a token that was chosen."""
+        self.answer.append(token_id)
+        self._log_probs.append(log_prob)
+
+    def sampled(self) -> Sampled:
+        """Up to the end token; rows go on until all have ended."""
+        stops, ids = self.answer.sampling.stop_token_ids, self.answer.ids
+        end = next((place for place, token in enumerate(ids, start=1) if token in stops), None)
+        log_probs = np.array(self._log_probs[:end], np.float32)
+        return Sampled(np.array(ids[:end], np.int64), log_probs, end is None)
+
+
+def chosen_for(scores_BV: Tensor, rows: Sequence[SplitRow]) -> np.ndarray:
+    """The next tokens of the first rows, and their log-probabilities: `[2, rows]`."""
+    chosen = choose_tokens(scores_BV, [row.answer for row in rows])
+    return np.transpose([[each.token_id, each.logprob or 0.0] for each in chosen])
 
 
 class GroupSampler:

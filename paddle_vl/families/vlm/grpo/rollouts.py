@@ -6,56 +6,36 @@ copy, not on the ranks that sample them.
 Shapes: S answers, G answers to a prompt, F rewards, C tokens of an answer.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from paddle_vl.families.vlm.answering.groups import GroupBatches, GroupSampler, Sampled
+from paddle_vl.families.vlm.answering.groups import (
+    GroupBatches,
+    GroupSampler,
+    Sampled,
+    SplitRow,
+    chosen_for,
+)
+from paddle_vl.families.vlm.grpo import window
 from paddle_vl.families.vlm.grpo.advantages import advantages, total_rewards
 from paddle_vl.families.vlm.grpo.metrics import completion_metrics, reward_metrics
 from paddle_vl.families.vlm.grpo.rewards import Rewards, SampledAnswer
 from paddle_vl.families.vlm.grpo.settings import GRPOConfig
+from paddle_vl.families.vlm.grpo.window import Group, Sample
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.inputs.prompts import Prompts
 from paddle_vl.families.vlm.inputs.rollouts import SAMPLER, Rollout
 from paddle_vl.generation.sampling import Sampling
 
-Sample = Mapping[str, np.ndarray]
-
-
-@dataclass
-class Group:
-    """A prompt and its answers.
-
-    Attributes:
-        number, epoch: of the prompt.
-        owner: data rank that learns it.
-        rewards_GF: NaN where a reward does not judge.
-        lengths_G, truncated_G: tokens of the answers, and whether each has no end.
-        prompt_length: in tokens.
-        advantages_G: once they are known.
-        prompt, answers: arrays of the prompt, and the answers; of the owner's groups alone.
-        old: log-probabilities of each answer, once they are known, likewise.
-    """
-
-    number: int
-    epoch: int
-    owner: int
-    rewards_GF: np.ndarray
-    lengths_G: np.ndarray
-    truncated_G: np.ndarray
-    prompt_length: int
-    advantages_G: np.ndarray | None = None
-    prompt: Sample | None = None
-    answers: Sequence[Sampled] | None = None
-    old: Sequence[np.ndarray] | None = None
-
 
 class Rollouts:
     """Samples answers to prompts, scores them, and makes batches of them.
+
+    `described`, `groups_of` and so on are those of `grpo.window`.
 
     Args:
         prompts: of data.train.
@@ -104,11 +84,25 @@ class Rollouts:
         chosen = chosen or settings.rewards
         self._outcomes = [settings.rewards.index(each) for each in chosen]
 
+    described, groups_of = staticmethod(window.described), staticmethod(window.groups_of)
+    arrays_of, restored = staticmethod(window.arrays_of), staticmethod(window.restored)
+    told_answers = staticmethod(window.told_answers)
+
     def samplings(self, prompt: Sample) -> list[Sampling]:
         """Of each answer to a prompt; `AnswerRow` adds the number of the copy to the seed."""
         place = [self._seed, int(prompt["epoch"]), int(prompt["number"])]
         (seed,) = np.random.SeedSequence(place).generate_state(1, np.uint64)
         return [replace(self._common, seed=int(seed))] * self.size
+
+    def split_rows(self, prompts: Sequence[Sample]) -> list[SplitRow]:
+        """The answers to some prompts that a split model begins, group by group."""
+        return [
+            SplitRow(prompt, sampling, copy)
+            for prompt in prompts
+            for copy, sampling in enumerate(self.samplings(prompt))
+        ]
+
+    chosen_for = staticmethod(chosen_for)
 
     def sampled(self, model: Any, prompts: Sequence[Sample]) -> list[list[Sampled]]:
         """The answers of a complete model to some prompts, each with its images encoded once."""
@@ -125,7 +119,7 @@ class Rollouts:
             number = int(prompt["number"])
             row = self.prompts.conversation(number)
             for each in group:
-                text = self.processor.decode(each.ids)
+                text = self.processor.decode(each.ids.tolist())
                 answers.append(
                     SampledAnswer(
                         text, each.ids.tolist(), row.prompt.messages, row.columns, row.references,
@@ -137,7 +131,7 @@ class Rollouts:
     def has_signal(self, group: Group) -> bool:
         """Whether a group's answers differ in an outcome."""
         for column in self._outcomes:
-            values = group.rewards_GF[:, column]
+            values = group.rewards[:, column]
             values = values[~np.isnan(values)]
             if len(values) and values.min() < values.max():
                 return True
@@ -145,22 +139,23 @@ class Rollouts:
 
     def learn_from(self, groups: Sequence[Group], kl_S: np.ndarray | None = None) -> None:
         """Give the groups of a generation, of all ranks, their advantages."""
-        rewards_SF = np.concatenate([each.rewards_GF for each in groups])
+        rewards_SF = np.concatenate([each.rewards for each in groups])
         found_S = advantages(rewards_SF, self.settings, kl_S)
         for group, own_G in zip(groups, np.split(found_S, len(groups)), strict=True):
-            group.advantages_G = own_G
+            group.advantages = own_G
 
     def is_idle(self, groups: Sequence[Group]) -> bool:
         """Whether nothing would be learned from these groups."""
         settings = self.settings
         if settings.entropy_coef or (settings.has_reference and settings.loss_type != "rloo"):
             return not groups
-        return not any(np.any(each.advantages_G) for each in groups)
+        return not any(np.any(each.advantages) for each in groups)
 
     def rows(self, group: Group) -> list[Rollout]:
         """The answers of an own group as rows to learn."""
-        assert group.prompt is not None and group.answers is not None, "of an own group"
-        assert group.advantages_G is not None, "after `learn_from`"
+        assert group.prompt is not None, "of an own group"
+        assert group.answers is not None, "of an own group"
+        assert group.advantages is not None, "after `learn_from`"
         found = []
         for place, answer in enumerate(group.answers):
             is_masked = answer.is_truncated and self.settings.mask_truncated_completions
@@ -169,10 +164,21 @@ class Rollouts:
                 log_probs["old_log_probs"] = group.old[place]
             found.append(
                 Rollout(
-                    group.prompt, answer.ids, float(group.advantages_G[place]),
+                    group.prompt, answer.ids, float(group.advantages[place]),
                     np.zeros(len(answer.ids), bool) if is_masked else None, log_probs,
                 )
             )  # fmt: skip
+        return found
+
+    def numbered(self, group: Group, start: int) -> list[Rollout]:
+        """The rows of an own group, with numbers in place of the sampler's log-probabilities, by
+        which the tokens of a slice of a batch are known."""
+        found = []
+        for row in self.rows(replace(group, advantages=np.zeros(self.size), old=None)):
+            count = len(row.completion_ids)
+            numbers_C = np.arange(start, start + count, dtype=np.float32)
+            found.append(replace(row, log_probs={SAMPLER: numbers_C}))
+            start += count
         return found
 
     def metrics(self, groups: Sequence[Group], kept: Sequence[Group]) -> dict[str, float]:
@@ -183,15 +189,15 @@ class Rollouts:
             kept: those that are learned.
         """
         counted = kept or groups
-        rewards_SF = np.concatenate([each.rewards_GF for each in counted])
+        rewards_SF = np.concatenate([each.rewards for each in counted])
         prompts_S = np.repeat([each.prompt_length for each in counted], self.size)
         found = completion_metrics(
-            np.concatenate([each.lengths_G for each in counted]),
-            np.concatenate([each.truncated_G for each in counted]),
+            np.concatenate([each.lengths for each in counted]),
+            np.concatenate([each.truncated for each in counted]),
             prompts_S,
         )
         found |= reward_metrics(rewards_SF, self.rewards.names, self.settings)
-        best = [np.nanmax(total_rewards(each.rewards_GF, self.settings)) for each in counted]
+        best = [np.nan_to_num(total_rewards(each.rewards, self.settings)).max() for each in counted]
         return {
             **{name: value for name, value in found.items() if not np.isnan(value)},
             f"pass@{self.size}": float(np.mean([value > 0 for value in best])),
@@ -202,10 +208,10 @@ class Rollouts:
         """An own group as a line of a file of predictions."""
         assert group.answers is not None, "of an own group"
         row = self.prompts.conversation(group.number)
-        total_G = total_rewards(group.rewards_GF, self.settings)
-        texts = [self.processor.decode(each.ids) for each in group.answers]
+        total_G = total_rewards(group.rewards, self.settings)
+        texts = [self.processor.decode(each.ids.tolist()) for each in group.answers]
         lines = [f"{total:.3g}  {text}" for total, text in zip(total_G, texts, strict=True)]
-        means = zip(self.rewards.names, group.rewards_GF.T, strict=True)
+        means = zip(self.rewards.names, group.rewards.T, strict=True)
         return {
             "sample": self.prompts.place(group.number),
             "task": str(row.columns.get("task", "")),
