@@ -1,0 +1,315 @@
+"""A test that learning from rewards learns: two questions that a model was never asked.
+
+    python tools/learn_digit_rewards.py runs/rewards --start runs/digits/run/final \\
+        --write-doc docs/grpo.md
+
+The quickstart's model knows "Is it even or odd?" and "Which digit comes next?" as second questions
+only, after its own answer. `configs/quickstart/digits_grpo.yaml` asks them about an image, and
+rewards an exact answer. With each seed, by `paddle-vl`:
+
+- recipe: that file
+- plain: without dynamic sampling, until it has sampled as many answers as the recipe
+- shuffled: the recipe with the rewards of each round in another order
+
+and with the first seed, to see what a sick run looks like:
+
+- blank: the recipe on blank images
+- unanswerable: the recipe with right answers in words that the model never gives
+- fast: five times the learning rate, without dynamic sampling
+
+`choice` has settings, with a seed of their own, measured on images of the training conversations
+that the prompts leave out. All other figures are greedy answers about test images, percent exact:
+the two questions with their images, with blank ones and with those of other digits, and the
+questions of the training conversations.
+
+Exits 1 where a bar is missed. A run that is there already is only measured.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+sys.path.append(str(Path(__file__).parent / "benchmarks"))
+
+import harness
+from learn_documents import command, trained
+from make_digits_dataset import IMAGE_SIDE, make_digits_dataset, write_prompts
+
+CONFIG = harness.ROOT / "configs" / "quickstart" / "digits_grpo.yaml"
+PICTURE = harness.ROOT / "docs" / "images" / "grpo.svg"
+QUESTIONS = ("parity", "next")
+OLD = ("single", "two_turn", "compare", "add")
+PLAIN = "grpo.dynamic_sample=false"
+ANSWERS_OF_UPDATE = 16 * 8
+CHOICE_SEED = 0
+CHOICE = {
+    f"{rate}, {name}": (f"train.learning_rate={rate}", *settings)
+    for name, settings in (("dynamic sampling", ()), ("plain", (PLAIN,)))
+    for rate in ("1e-4", "2e-4", "4e-4")
+}
+SICK = {
+    "blank": "trained on blank images",
+    "unanswerable": "no right answer is sampled",
+    "fast": "learning rate 1e-3",
+}
+# Percent: the least of the questions, and points off chance, lost by an old task; shuffled: below.
+LEAST, OFF_CHANCE, MOST_LOST, MOST_SHUFFLED = 98, 3, 2, 75
+CHANCE = {"parity": 50, "next": 10}
+
+
+def shuffled_match(
+    completions: Sequence[Any], solution: Sequence[str], trainer_state: Any
+) -> list[float]:
+    """The reward of `shuffled`: those of exact answers, each given to some other answer."""
+    found = [float(c[0]["content"] == s) for c, s in zip(completions, solution, strict=True)]
+    return np.random.default_rng(trainer_state.global_step).permutation(found).tolist()
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def _write(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def write_questions(data: Path) -> None:
+    """What is measured after a run, and the prompts of `blank` and `unanswerable`."""
+    make_digits_dataset(data)
+    write_prompts(data)
+    Image.new("RGB", (IMAGE_SIDE, IMAGE_SIDE), "white").save(data / "blank.png")
+    asked = _rows(data / "test_prompts.jsonl")
+    images = [row["images"] for row in asked]
+    # Of two questions about each image, the same number of images on.
+    others = np.roll(np.arange(len(images)), 2 * np.random.default_rng(1).integers(1, 300))
+    measured = _rows(data / "test_tasks.jsonl")
+    for suffix, shown in (
+        ("", images),
+        ("_blank", [["blank.png"]] * len(images)),
+        ("_other", [images[number] for number in others]),
+    ):
+        measured += [
+            _answered(row) | {"task": row["task"] + suffix, "images": image}
+            for row, image in zip(asked, shown, strict=True)
+        ]
+    _write(data / "measured.jsonl", measured)
+    _write(data / "validated.jsonl", [*map(_answered, _rows(data / "validation_prompts.jsonl"))])
+    prompts = _rows(data / "prompts.jsonl")
+    _write(data / "blank.jsonl", [row | {"images": ["blank.png"]} for row in prompts])
+    _write(
+        data / "unanswerable.jsonl",
+        [row | {"solution": f"I think it is {row['solution']}"} for row in prompts],
+    )
+
+
+def _answered(row: dict[str, Any]) -> dict[str, Any]:
+    """A prompt as a conversation."""
+    answer = {"role": "assistant", "content": row["solution"]}
+    return {
+        "task": row["task"],
+        "messages": [*row["messages"], answer],
+        "images": row["images"],
+    }
+
+
+def exact(model: Path, data: Path, folder: Path) -> dict[str, float]:
+    """Percent of exact answers of a model, by the tasks of a file of questions."""
+    file = folder / f"{data.stem}_scores.json"
+    if not file.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        command(
+            *("evaluate", "--model", model, "--data", data, "--metrics", "exact_match"),
+            *("--batch-size", 100, "--max-new-tokens", 16, "--json", file),
+        )
+    scores = json.loads(file.read_text(encoding="utf-8"))["scores"]
+    return {task: 100 * of["exact_match"] for task, of in scores.items()}
+
+
+class Trial:
+    """Runs of a folder from a start.
+
+    Attributes:
+        minutes: processor time of each run, of all threads together.
+    """
+
+    def __init__(self, folder: Path, start: Path):
+        self.data, self._folder, self._start = folder / "data", folder, start
+        self.minutes: dict[str, float] = {}
+        write_questions(self.data)
+
+    def run(self, name: str, seed: int, *settings: str, prompts: str = "prompts") -> Path:
+        """The folder of a finished run."""
+        data = self.data
+        self.minutes[name] = trained(
+            name, self._folder, CONFIG, f"model.pretrained={self._start}",
+            f"data.train=[{data / prompts}.jsonl]", f"train.seed={seed}",
+            f"data.eval=[{data}/validation_prompts.jsonl]", "train.eval_steps=5",
+            "train.eval.num_samples=null", "train.save_steps=null", *settings,
+        )  # fmt: skip
+        return self._folder / name
+
+    def seeded(self, seed: int) -> dict[str, Path]:
+        """The runs of a seed."""
+        recipe = self.run(f"recipe{seed}", seed)
+        updates = -(-self.lines(recipe)[-1]["completions"] // ANSWERS_OF_UPDATE)
+        shuffled = f"grpo.rewards=['{Path(__file__).resolve()}:shuffled_match']"
+        return {
+            "recipe": recipe,
+            "plain": self.run(f"plain{seed}", seed, PLAIN, f"train.max_steps={updates}"),
+            "shuffled": self.run(f"shuffled{seed}", seed, shuffled),
+        }
+
+    def sick(self, seed: int) -> dict[str, Path]:
+        """The runs that are to look sick."""
+        fast = ("train.learning_rate=1e-3", PLAIN)
+        return {
+            "blank": self.run("blank", seed, prompts="blank"),
+            "unanswerable": self.run("unanswerable", seed, prompts="unanswerable"),
+            "fast": self.run("fast", seed, *fast),
+        }
+
+    def chosen(self) -> dict[str, dict[str, float]]:
+        """Percent exact of the questions on validation images, by settings."""
+        found = {}
+        for number, (name, settings) in enumerate(CHOICE.items()):
+            run = self.run(f"choice{number}", CHOICE_SEED, *settings)
+            found[name] = exact(run / "final", self.data / "validated.jsonl", run)
+        return found
+
+    def measured(self, run: Path | None = None) -> dict[str, float]:
+        """Figures of a run, or of the start."""
+        folder = run or self._folder / "start"
+        return exact(run / "final" if run else self._start, self.data / "measured.jsonl", folder)
+
+    @staticmethod
+    def lines(run: Path) -> list[dict[str, Any]]:
+        """Of the run's metrics."""
+        return _rows(run / "metrics.jsonl")
+
+
+def missed(found: Mapping[str, dict[str, float]]) -> list[str]:
+    """What is not as it should be."""
+    start, problems = found["start"], []
+    for name, of in found.items():
+        if name.startswith("recipe"):
+            bars = {task: of[task] >= LEAST for task in QUESTIONS}
+            bars |= {
+                f"{task}_blank": abs(of[f"{task}_blank"] - CHANCE[task]) <= OFF_CHANCE
+                for task in QUESTIONS
+            }
+            bars |= {task: start[task] - of[task] <= MOST_LOST for task in OLD}
+        elif name.startswith("shuffled"):
+            bars = {task: of[task] < MOST_SHUFFLED for task in QUESTIONS}
+        else:
+            continue
+        problems += [f"{name}: MISSED {t} {of[t]:.1f}" for t, is_met in bars.items() if not is_met]
+    return problems
+
+
+def learned_table(
+    found: Mapping[str, dict[str, float]], trial: Trial, runs: Mapping[str, Path]
+) -> harness.Table:
+    """A row for each run."""
+    columns = ["run and seed", *QUESTIONS, "blank images", "other images", *OLD, "answers",
+               "updates", "minutes"]  # fmt: skip
+    rows = []
+    for name, of in found.items():
+        pairs = [" ".join(f"{of[task + each]:.1f}" for task in QUESTIONS)
+                 for each in ("_blank", "_other")]  # fmt: skip
+        cells = [name, *(f"{of[task]:.1f}" for task in QUESTIONS), *pairs]
+        cells += [f"{of[task]:.1f}" for task in OLD]
+        if (run := runs.get(name)) is not None:
+            last = trial.lines(run)[-1]
+            minutes = f"{trial.minutes[name]:.2f}"
+            cells += [str(last["completions"]), str(last["step"]), minutes]
+        rows.append([*cells, *[""] * (len(columns) - len(cells))])
+    return harness.Table("rewards learned", columns, rows)
+
+
+def signs_table(runs: Mapping[str, Path], found: Mapping[str, dict[str, float]]) -> harness.Table:
+    """What metrics say at the end of a healthy run and of sick ones, means of ten updates."""
+    names = {"reward": "reward", "prompts/without_signal": "prompts without signal",
+             "entropy": "entropy", "grad_norm": "gradient's norm"}  # fmt: skip
+    columns = ["run", *names.values(), "updates without signal", "exact: images, blank"]
+    rows = []
+    for name, run in runs.items():
+        lines = Trial.lines(run)
+        cells = [
+            f"{np.mean([line[key] for line in lines[-10:] if key in line] or [np.nan]):.3g}"
+            for key in names
+        ]
+        right, blank = (np.mean([found[name][t + e] for t in QUESTIONS]) for e in ("", "_blank"))
+        silent = str(lines[-1]["updates_without_signal"])
+        rows.append([SICK.get(name, "healthy"), *cells, silent, f"{right:.1f} {blank:.1f}"])
+    return harness.Table("rewards signs", columns, rows)
+
+
+def draw(runs: Mapping[str, Path]) -> None:
+    """Exact answers to validation questions, prompts without signal and entropy, by update."""
+    from matplotlib import rc_context
+
+    from paddle_vl.train.reporting.plots import COLOURS, label_axes, new_figure
+
+    panels = {"eval_exact_match": ("Exact answers, validation", "share"),
+              "prompts/without_signal": ("Prompts without signal", "share"),
+              "entropy": ("Entropy", "nats per token")}  # fmt: skip
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "grpo"}):
+        figure = new_figure(13, 3.6)
+        for axes, (key, (title, unit)) in zip(figure.subplots(1, 3), panels.items(), strict=True):
+            for (name, run), colour in zip(runs.items(), COLOURS, strict=False):
+                points = [(x["step"], x[key]) for x in Trial.lines(run) if x.get(key) is not None]
+                points = [point for point in points if point[0] <= 40]
+                axes.plot(*zip(*points, strict=True), label=name, color=colour)
+            label_axes(axes, title, "update", unit)
+        figure.axes[0].legend(frameon=False, fontsize=8)
+        PICTURE.parent.mkdir(exist_ok=True)
+        figure.savefig(PICTURE, metadata={"Date": None})
+
+
+def learn(options: argparse.Namespace, _: Path) -> harness.Result:
+    trial = Trial(options.output.resolve(), options.start.resolve())
+    runs: dict[str, Path] = {}
+    for seed in options.seeds:
+        runs |= {f"{name}{seed}": run for name, run in trial.seeded(seed).items()}
+    first = options.seeds[0]
+    sick = trial.sick(first)
+    seeded = sorted(runs, key=lambda name: ("recipe", "plain", "shuffled").index(name[:-1]))
+    found = {"start": trial.measured()}
+    found |= {name: trial.measured(runs[name]) for name in seeded}
+    found |= {name: trial.measured(run) for name, run in sick.items()}
+    chosen = trial.chosen()
+    tables = [
+        harness.Table(
+            "rewards choice",
+            ["learning rate, sampling", *QUESTIONS],
+            [[name, *(f"{of[task]:.1f}" for task in QUESTIONS)] for name, of in chosen.items()],
+        ),
+        learned_table(found, trial, runs | sick),
+        signs_table({f"recipe{first}": runs[f"recipe{first}"], **sick}, found),
+    ]
+    if options.write_doc is not None:
+        shown = {
+            f"{name}{first}": runs[f"{name}{first}"] for name in ("recipe", "plain", "shuffled")
+        }
+        draw(shown | sick)
+    problems = missed(found)
+    print(*problems, sep="\n", file=sys.stderr)
+    return harness.Result(tables, {"choice": chosen, **found}, is_good=not problems)
+
+
+def main() -> int:
+    made = harness.parser(__doc__)
+    made.add_argument("output", type=Path, help="folder for data, runs and figures")
+    made.add_argument("--start", type=Path, required=True, help="the quickstart's model folder")
+    made.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    return harness.run(made, learn)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
