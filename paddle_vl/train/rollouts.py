@@ -265,17 +265,9 @@ class RolloutFeed:
     def check(self, line: dict[str, Any]) -> None:
         """
         Raises:
-            RuntimeError: the sampler's log-probabilities are too far from the trainer's.
+            ValueError: the sampler's log-probabilities are too far from the trainer's.
         """
-        bound = self._rollouts.settings.max_sampling_logp_difference
-        found = line.get("sampling/sampling_logp_difference/mean")
-        if bound is not None and found is not None and found > bound:
-            raise RuntimeError(
-                f"the log-probabilities of sampling and of training differ by {found:.3g} nats a "
-                f"token at step {line['step']}, above grpo.max_sampling_logp_difference {bound:g}: "
-                "they are not of the same weights, positions or images; with biased_sampling raise "
-                "the bound"
-            )
+        self._rollouts.check(line)
 
     def shown(self) -> list[dict[str, Any]]:
         """Some groups of this rank as lines of predictions."""
