@@ -294,12 +294,13 @@ class _Chunks:
             with paddle.enable_grad():
                 logits_RV = self._cooled(self.predict(rows, parameters))
                 loss = summed_cross_entropy(logits_RV, *chunk[1:4], self.vocabulary)
-                if chunk.entropy_weights is not None:
-                    # Only its gradient counts.
-                    slopes_RV = _entropy_slopes(logits_RV.detach(), self.vocabulary)
-                    slopes_RV = slopes_RV * chunk.entropy_weights.unsqueeze(1)
-                    loss = loss + (logits_RV.astype("float32") * slopes_RV).sum()
-            loss.backward()
+            if chunk.entropy_weights is None:
+                loss.backward()
+            else:
+                slopes_RV = _entropy_slopes(logits_RV.detach(), self.vocabulary)
+                slopes_RV = slopes_RV.multiply_(chunk.entropy_weights.unsqueeze(1))
+                ends: Any = [loss, logits_RV], [None, slopes_RV.astype(logits_RV.dtype)]
+                paddle.autograd.backward(*ends)
             total += loss.detach()
             self._keep(chunk.rows, rows, parameters)
         # The arguments need not live until the backward pass.
@@ -384,7 +385,9 @@ def _entropy_slopes(logits_RV: Tensor, vocabulary: Vocabulary) -> Tensor:
     sums = [weights_RV.sum(axis=1), (weights_RV * shifted_RV).sum(axis=1)]
     total_R, weighted_R = vocabulary.total(paddle.stack(sums))
     mean_R1 = (weighted_R / total_R).unsqueeze(1)
-    return weights_RV / total_R.unsqueeze(1) * (mean_R1 - shifted_RV)
+    # In place, as each array of a chunk counts.
+    slopes_RV = weights_RV.divide_(total_R.unsqueeze(1))
+    return slopes_RV.multiply_(shifted_RV.scale_(-1.0).add_(mean_R1))
 
 
 def _statistics_of(logits_RV: Tensor, targets_R: Tensor, vocabulary: Vocabulary) -> TokenStatistics:

@@ -6,12 +6,13 @@ updates nothing of the next one is prefetched, as its answers are those of other
 knows numbers, rewards and advantages of all answers; the answers themselves stay with the data rank
 that sampled them. An update has the answers to the same prompts under every topology.
 
-Shapes: D data ranks, G answers to a prompt, T learned tokens of a data rank, N those of a batch.
+Shapes: S answers, F rewards.
 """
 
 import logging
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,6 @@ from typing import Any
 import numpy as np
 import paddle
 
-from paddle_vl.batch.rows import IGNORE_INDEX
 from paddle_vl.batch.schema import Batch, HostBatch
 from paddle_vl.checkpoint.safetensors_io import TensorToWrite, read_header, write_file
 from paddle_vl.data.prefetch import DataWaitLeftError, PrefetchingLoader
@@ -28,7 +28,7 @@ from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.processes import release_free_memory, resident_bytes
 from paddle_vl.train.feeding.feed import DataPlace, FedStep, warning_of_wait
 from paddle_vl.train.phases import Phase, phase
-from paddle_vl.train.step import Runner
+from paddle_vl.train.rollout_batches import RolloutBatches
 
 logger = logging.getLogger(__name__)
 STATE_STEM = "rollouts"
@@ -53,6 +53,7 @@ class RolloutFeed:
 
     Args:
         data: endless lists of prompts, the same number on every data rank.
+        runner: a `ComparingRunner`, or a runner with a loss that has `values`.
         rollouts: of the family, e.g. `paddle_vl.families.vlm.grpo.rollouts.Rollouts`.
         sample: answers prompts with the weights as they are, on every rank of a data lane alike.
         batch_size: answers of a micro-batch of a rank.
@@ -65,7 +66,7 @@ class RolloutFeed:
         data: PrefetchingLoader,
         rollouts: Any,
         sample: Sample,
-        runner: Runner,
+        runner: Any,
         batch_size: int,
         num_micro_batches: int,
         num_steps: int | None = None,
@@ -75,7 +76,7 @@ class RolloutFeed:
     ):
         self._data, self._rollouts, self._sample = data, rollouts, sample
         self._runner, self._ranks, self._num_steps = runner, ranks, num_steps
-        self._batch_size, self._accumulation = batch_size, num_micro_batches
+        self._batches = RolloutBatches(rollouts, runner, ranks, batch_size, num_micro_batches)
         self._wait_warning_s, self._count_flops = wait_warning_s, count_flops
         settings = rollouts.settings
         steps = settings.steps_per_generation or num_micro_batches
@@ -115,7 +116,11 @@ class RolloutFeed:
         wait_s = 0.0
         if self._update == self._num_updates:
             wait_s = self._generate()
-        batches: Sequence[HostBatch] = self._batches(self._update % self._num_parts)
+        groups = self._part(self._update % self._num_parts)
+        if self._rollouts.is_idle(groups):
+            self._counts["updates_without_signal"] += 1
+            groups = []
+        batches: Sequence[HostBatch] = self._batches.of(groups)
         if self._count_flops is not None:
             batches = [each | {"flops": self._count_flops(each)} for each in batches]
         with phase(Phase.HOST_TO_DEVICE):
@@ -154,7 +159,7 @@ class RolloutFeed:
         release_free_memory()
         seconds = time.perf_counter() - begin - waited
         if kept:
-            rollouts.learn_from(kept, self._fill_old(kept))
+            self._learn()
         tokens = int(sum(each.lengths.sum() for each in everyone))
         self._counts["prompts/used"] += len(kept)
         self._counts["prompts/dropped"] += len(everyone) - len(kept)
@@ -212,83 +217,31 @@ class RolloutFeed:
             group.prompt, group.answers = prompt, answers
         return [each for place in zip(*by_rank, strict=True) for each in place], waited, memory
 
-    def _batches(self, part: int) -> list[Any]:
-        """This rank's micro-batches of an update; as many on every rank."""
-        groups = self._groups[part * self._per_update :][: self._per_update]
-        if self._rollouts.is_idle(groups):
-            self._counts["updates_without_signal"] += 1
-            groups = []
-        return self._collated(groups, [self._rollouts.rows(g) for g in self._own(groups)])
+    def _part(self, number: int) -> list[Any]:
+        """The groups of an update."""
+        return self._groups[number * self._per_update :][: self._per_update]
 
     def _own(self, groups: Sequence[Any]) -> list[Any]:
         return [each for each in groups if each.owner == self._ranks.data_rank]
 
-    def _collated(self, groups: Sequence[Any], rows: Sequence[Sequence[Any]]) -> list[Any]:
-        """Micro-batches of the rows of own groups, and idle ones where other ranks have more."""
-        flat = [row for of_group in rows for row in of_group]
-        size, accumulation = self._batch_size, self._accumulation
-        batches = [
-            self._rollouts.collate(flat[start : start + size])
-            for start in range(0, len(flat), size)
-        ]
-        owners = [each.owner for each in groups]
-        most = max([owners.count(owner) for owner in {*owners}], default=0)
-        number = -(-most * self._rollouts.size // size)
-        # Schedules of a pipeline take certain numbers.
-        number = max(1, -(-number // accumulation)) * accumulation
-        runner = self._runner
-        idle = (runner.adapter.idle_batch(runner.model) for _ in range(number - len(batches)))
-        # They have no samples, and so no lengths.
-        return [*batches, *(each | {"lengths": ()} for each in idle)]
-
-    # Log-probabilities of the policy that answered.
-
-    def _fill_old(self, groups: Sequence[Any]) -> np.ndarray | None:
-        """Compute them where later updates need them.
-
-        Returns:
-            None, as no advantage depends on them.
-        """
-        if not self._needs_old:
-            return None
-        ranks, runner, rollouts = self._ranks, self._runner, self._rollouts
-        of_ranks = [0] * ranks.data_size
-        for group in groups:
-            of_ranks[group.owner] += int(group.lengths.sum())
-        own_T = paddle.zeros([max(1, *of_ranks)])
-        own, start = self._own(groups), 0
-        # Numbers in place of the sampler's, by which slices of a row are known.
-        numbered: dict[int, list[Any]] = {}
-        for group in own:
-            numbered[id(group)] = rollouts.numbered(group, start)
-            start += int(group.lengths.sum())
-        for part in range(self._num_parts):
-            of_part = groups[part * self._per_update :][: self._per_update]
-            rows = [numbered[id(each)] for each in self._own(of_part)]
-            batches = [self._synchronized(each) for each in self._collated(of_part, rows)]
-            loss: Any = runner.loss
-            values = runner.values(batches, loss.values)
-            for batch, values_N in zip(batches, values, strict=False):
-                is_target_N = np.asarray(batch.target_rows)[1] != IGNORE_INDEX
-                if is_target_N.any() and batch.num_samples:
-                    numbers_N = np.asarray(batch.sampler_log_probs).astype(np.int64)[is_target_N]
-                    chosen = paddle.to_tensor(np.flatnonzero(is_target_N))
-                    values_N = paddle.index_select(values_N.astype("float32"), chosen)
-                    own_T = paddle.scatter(own_T, paddle.to_tensor(numbers_N), values_N)
-        own_T = runner.model.placement.ops.context.total(own_T)
-        every_DT = paddle.zeros([ranks.data_size, own_T.shape[0]])
-        every_DT[ranks.data_rank] = own_T
-        values_T = ranks.sum_losses(every_DT).numpy()[ranks.data_rank]
-        for group in own:
-            ends = np.cumsum(group.lengths)
-            count = int(ends[-1])
-            group.old = np.split(values_T[:count], ends[:-1])
-            values_T = values_T[count:]
-        return None
-
-    def _synchronized(self, batch: Any) -> Any:
-        needed, _ = self._ranks.agree([*map(int, batch.optional_branches)])
-        return self._runner.adapter.synchronized(batch, needed, self._runner.model)
+    def _learn(self) -> None:
+        """Give the groups advantages, and log-probabilities of the policy that answered where later
+        updates or rewards need them."""
+        rollouts, groups, kl_S = self._rollouts, self._groups, None
+        settings, runner = rollouts.settings, self._runner
+        takes_kl = settings.estimator == "rloo" and settings.has_reference
+        if self._needs_old or takes_kl:
+            parts = [self._part(number) for number in range(self._num_parts)]
+            values = runner.loss.values
+            old = self._batches.log_probs(parts, lambda batches: runner.values(batches, values))
+            if self._needs_old:
+                for group, own in zip(groups, old, strict=True):
+                    group.old = own
+            if takes_kl:
+                others = self._batches.log_probs(parts, runner.reference_values)
+                rows = zip(chain(*old), chain(*others), strict=True)
+                kl_S = np.array([float((own - other).sum()) for own, other in rows])
+        rollouts.learn_from(groups, kl_S)
 
     # Reports.
 
@@ -312,17 +265,9 @@ class RolloutFeed:
     def check(self, line: dict[str, Any]) -> None:
         """
         Raises:
-            RuntimeError: the sampler's log-probabilities are too far from the trainer's.
+            ValueError: the sampler's log-probabilities are too far from the trainer's.
         """
-        bound = self._rollouts.settings.max_sampling_logp_difference
-        found = line.get("sampling/sampling_logp_difference/mean")
-        if bound is not None and found is not None and found > bound:
-            raise RuntimeError(
-                f"the log-probabilities of sampling and of training differ by {found:.3g} nats a "
-                f"token at step {line['step']}, above grpo.max_sampling_logp_difference {bound:g}: "
-                "they are not of the same weights, positions or images; with biased_sampling raise "
-                "the bound"
-            )
+        self._rollouts.check(line)
 
     def shown(self) -> list[dict[str, Any]]:
         """Some groups of this rank as lines of predictions."""

@@ -39,6 +39,7 @@ from tests.support.finished_runs import (
 from tests.support.launch import launch
 from tests.support.preference_runs import write_preference_run
 from tests.support.rollout_runs import GIVEN, given_rollouts, write_rollout_run
+from tests.support.sampled_runs import SAMPLED, write_sampled_run
 from tests.support.tolerance import TOPOLOGY
 from tests.support.topology_runs import (
     CP,
@@ -335,6 +336,12 @@ def _rollouts_of(model: dict[str, Any], *settings: str) -> Family:
     )  # fmt: skip
 
 
+_sampled = replace(
+    _rollouts_of(written.TINY), patch=None,
+    write=functools.partial(write_sampled_run, model=written.TINY),
+    settings=(*SAMPLED, *SAVED),
+    left_out=("clip_ratio/low_min", "clip_ratio/high_max", "sampling/"), shows=("kl", "reward"),
+)  # fmt: skip
 _towers = Family(written.colocated, EVALUATED, micro_batches=4)
 _arm = Family(written.policy, (*ARM, AGREED), checks=(policy_is_one_file,))
 _pipelined = replace(_arm, settings=(*ARM, AGREED, NO_ACTIONS), samples=1, micro_batches=6)
@@ -396,6 +403,11 @@ FAMILIES: dict[str, Family] = {
     "rollouts, answers' ratios": _rollouts_of(
         written.TINY, "grpo.loss_type=grpo", "grpo.importance_sampling_level=sequence",
         "grpo.off_policy_mask_threshold=0.1", "grpo.importance_sampling_mode=sequence_mask",
+    ),
+    # Answers that the run samples, learned in four updates each.
+    "sampled": _sampled,
+    "sampled, experts": replace(
+        _sampled, write=functools.partial(write_sampled_run, model=written.FEW_EXPERTS)
     ),
     "rollouts, lora": _rollouts_of(written.TINY, "grpo.loss_type=dr_grpo", LORA),
     # The balance loss is a mean over micro-batches, which are the same in a pipeline.
@@ -466,6 +478,14 @@ ROLLOUTS = [
         dp2=(2, *DP2), pp2=(2, *PP), sharding2=(2, *SHARDING),
         sharding2_stage_2=(2, *SHARDING, STAGE_2),
     ),
+    *_rows("sampled", ITSELF, False, dp2=(2, *DP2)),
+    *_rows("sampled", "", False, mp2=(2, *MP2)),
+    *_rows(
+        "sampled", ITSELF,
+        pp2=(2, *PP), cp2=(2, *CP), sharding2_stage_3=(2, *SHARDING, STAGE_3),
+        dp2_mp2=(4, *DP2, *MP2),
+    ),
+    *_rows("sampled, experts", mp2_ep2=(2, *MP2, EP2)),
     *_rows("rollouts, answers' ratios", "", False, cp2=(2, *CP)),
     *_rows("rollouts, answers' ratios", dp2_mp2=(4, *DP2, *MP2), pp2=(2, *PP)),
     *_rows("rollouts, lora", "", False, pp2=(2, *PP)),

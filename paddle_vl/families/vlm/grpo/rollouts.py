@@ -6,7 +6,7 @@ copy, not on the ranks that sample them.
 Shapes: S answers, G answers to a prompt, F rewards, C tokens of an answer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from paddle_vl.families.vlm.answering.groups import (
 )
 from paddle_vl.families.vlm.grpo import window
 from paddle_vl.families.vlm.grpo.advantages import advantages, total_rewards
-from paddle_vl.families.vlm.grpo.metrics import completion_metrics, reward_metrics
+from paddle_vl.families.vlm.grpo.metrics import check_sampler, completion_metrics, reward_metrics
+from paddle_vl.families.vlm.grpo.objective import GAP_MEAN
 from paddle_vl.families.vlm.grpo.rewards import Rewards, SampledAnswer
 from paddle_vl.families.vlm.grpo.settings import GRPOConfig
 from paddle_vl.families.vlm.grpo.window import Group, Sample
@@ -203,6 +204,11 @@ class Rollouts:
             f"pass@{self.size}": float(np.mean([value > 0 for value in best])),
             "prompts/without_signal": 1.0 - float(np.mean([*map(self.has_signal, groups)])),
         }
+
+    def check(self, line: Mapping[str, Any]) -> None:
+        """See `check_sampler`; of a line without an update nothing."""
+        if line.get(GAP_MEAN) is not None:
+            check_sampler(line, self.settings)
 
     def shown(self, group: Group) -> dict[str, Any]:
         """An own group as a line of a file of predictions."""
