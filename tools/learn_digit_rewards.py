@@ -63,12 +63,15 @@ LEAST, OFF_CHANCE, MOST_LOST, MOST_SHUFFLED = 98, 3, 2, 75
 CHANCE = {"parity": 50, "next": 10}
 
 
-def shuffled_match(
-    completions: Sequence[Any], solution: Sequence[str], trainer_state: Any
-) -> list[float]:
-    """The reward of `shuffled`: those of exact answers, each given to some other answer."""
+# The reward of `shuffled`: those of exact answers, each given to some other answer.
+SHUFFLED = """
+import numpy as np
+
+
+def shuffled_match(completions, solution, trainer_state):
     found = [float(c[0]["content"] == s) for c, s in zip(completions, solution, strict=True)]
     return np.random.default_rng(trainer_state.global_step).permutation(found).tolist()
+"""
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
@@ -83,6 +86,7 @@ def write_questions(data: Path) -> None:
     """What is measured after a run, and the prompts of `blank` and `unanswerable`."""
     make_digits_dataset(data)
     write_prompts(data)
+    (data / "shuffled.py").write_text(SHUFFLED, encoding="utf-8")
     Image.new("RGB", (IMAGE_SIDE, IMAGE_SIDE), "white").save(data / "blank.png")
     asked = _rows(data / "test_prompts.jsonl")
     images = [row["images"] for row in asked]
@@ -158,7 +162,7 @@ class Trial:
         """The runs of a seed."""
         recipe = self.run(f"recipe{seed}", seed)
         updates = -(-self.lines(recipe)[-1]["completions"] // ANSWERS_OF_UPDATE)
-        shuffled = f"grpo.rewards=['{Path(__file__).resolve()}:shuffled_match']"
+        shuffled = f"grpo.rewards=['{self.data / 'shuffled.py'}:shuffled_match']"
         return {
             "recipe": recipe,
             "plain": self.run(f"plain{seed}", seed, PLAIN, f"train.max_steps={updates}"),
@@ -240,10 +244,8 @@ def signs_table(runs: Mapping[str, Path], found: Mapping[str, dict[str, float]])
     rows = []
     for name, run in runs.items():
         lines = Trial.lines(run)
-        cells = [
-            f"{np.mean([line[key] for line in lines[-10:] if key in line] or [np.nan]):.3g}"
-            for key in names
-        ]
+        values = [[x[key] for x in lines[-10:] if x.get(key) is not None] for key in names]
+        cells = [f"{np.mean(each):.3g}" if each else "none" for each in values]
         right, blank = (np.mean([found[name][t + e] for t in QUESTIONS]) for e in ("", "_blank"))
         silent = str(lines[-1]["updates_without_signal"])
         rows.append([SICK.get(name, "healthy"), *cells, silent, f"{right:.1f} {blank:.1f}"])
