@@ -39,9 +39,9 @@ class RolloutBatches:
         Args:
             rows_of: makes the rows of a group; None for the ones to learn.
         """
-        size, rows_of = self._batch_size, rows_of or self._rollouts.rows
+        size, make = self._batch_size, rows_of or self._rollouts.rows
         own = [each for each in groups if each.owner == self._ranks.data_rank]
-        rows = [row for group in own for row in rows_of(group)]
+        rows = [row for group in own for row in make(group)]
         starts = range(0, len(rows), size)
         batches = [self._rollouts.collate(rows[start : start + size]) for start in starts]
         owners = [each.owner for each in groups]

@@ -405,6 +405,16 @@ class VLRun(RunConfig):
                 f"{parallel.cp_degree}: tokens of an answer are on several ranks, which know no "
                 "common quantile; set cp_degree=1"
             )
+        if parallel.schedule == "colocated":
+            yield (
+                "parallel.schedule is colocated with train.objective grpo: its encoder ranks take "
+                "images of the next update while one runs, before they are known; use plain"
+            )
+        if parallel.sharding_gather_overlap:
+            yield (
+                "parallel.sharding_gather_overlap gathers parameters during the next update, but "
+                "with train.objective grpo answers are sampled before it: remove it"
+            )
         if not grpo.has_reference:
             return
         if model.pretrained is None:
@@ -416,11 +426,6 @@ class VLRun(RunConfig):
             yield (
                 "grpo.ref_model is set, but parts of the model are frozen (model.freeze, "
                 "model.lora) and would have to be equal in both: remove it"
-            )
-        if parallel.sharding_gather_overlap:
-            yield (
-                "parallel.sharding_gather_overlap gathers parameters while the reference of "
-                "grpo.beta needs its own: remove it"
             )
 
     def _reference_problems(self) -> Iterator[str]:
