@@ -50,8 +50,12 @@ ANSWERS_OF_UPDATE = 16 * 8
 CHOICE_SEED = 0
 CHOICE = {
     f"{rate}, {name}": (f"train.learning_rate={rate}", *settings)
-    for name, settings in (("dynamic sampling", ()), ("plain", (PLAIN,)))
     for rate in ("1e-4", "2e-4", "4e-4")
+    for name, settings in (
+        ("plain", (PLAIN,)),
+        ("dynamic sampling", ()),
+        ("dynamic sampling, beta 0.1", ("grpo.beta=0.1",)),
+    )
 }
 SICK = {
     "blank": "trained on blank images",
@@ -103,7 +107,8 @@ def write_questions(data: Path) -> None:
             for row, image in zip(asked, shown, strict=True)
         ]
     _write(data / "measured.jsonl", measured)
-    _write(data / "validated.jsonl", [*map(_answered, _rows(data / "validation_prompts.jsonl"))])
+    asked = map(_answered, _rows(data / "validation_prompts.jsonl"))
+    _write(data / "validated.jsonl", [*asked, *_rows(data / "validation_tasks.jsonl")])
     prompts = _rows(data / "prompts.jsonl")
     _write(data / "blank.jsonl", [row | {"images": ["blank.png"]} for row in prompts])
     _write(
@@ -179,11 +184,12 @@ class Trial:
         }
 
     def chosen(self) -> dict[str, dict[str, float]]:
-        """Percent exact of the questions on validation images, by settings."""
-        found = {}
+        """Percent exact on validation images, of the start and by settings."""
+        asked = self.data / "validated.jsonl"
+        found = {"start": exact(self._start, asked, self._folder / "start")}
         for number, (name, settings) in enumerate(CHOICE.items()):
-            run = self.run(f"choice{number}", CHOICE_SEED, *settings)
-            found[name] = exact(run / "final", self.data / "validated.jsonl", run)
+            run = self.run(f"choice{number + 1}", CHOICE_SEED, *settings)
+            found[name] = exact(run / "final", asked, run)
         return found
 
     def measured(self, run: Path | None = None) -> dict[str, float]:
@@ -289,8 +295,11 @@ def learn(options: argparse.Namespace, _: Path) -> harness.Result:
     tables = [
         harness.Table(
             "rewards choice",
-            ["learning rate, sampling", *QUESTIONS],
-            [[name, *(f"{of[task]:.1f}" for task in QUESTIONS)] for name, of in chosen.items()],
+            ["learning rate, settings", *QUESTIONS, *OLD],
+            [
+                [name, *(f"{of[task]:.1f}" for task in (*QUESTIONS, *OLD))]
+                for name, of in chosen.items()
+            ],
         ),
         learned_table(found, trial, runs | sick),
         signs_table({f"recipe{first}": runs[f"recipe{first}"], **sick}, found),

@@ -15,7 +15,8 @@ question about two images, and fact, one about two numbers without an image.
 With `--prompts` two questions that no conversation begins with, and their answers, are written for
 a run that learns from rewards (configs/quickstart/digits_grpo.yaml): `prompts.jsonl` and, of other
 images of the training conversations, `validation_prompts.jsonl`; of the test images
-`test_prompts.jsonl`. `test_tasks.jsonl` has the tasks of `train.jsonl` about each test image.
+`test_prompts.jsonl`. `validation_tasks.jsonl` and `test_tasks.jsonl` have the tasks of
+`train.jsonl` about each of these images.
 
 Comparisons and sums are worked out ("3 + 8 = 11", "3 - 8 = -5: the second."), and facts have the
 same answers, so that a model takes a result from the digits that it has named, not from the images
@@ -136,9 +137,10 @@ def write_prompts(directory: str | os.PathLike) -> None:
                 row = {"task": task, "messages": [asked], "images": [names[number]]}
                 rows.append(json.dumps({**row, "solution": solution}) + "\n")
         (Path(directory) / f"{split}.jsonl").write_text("".join(rows), encoding="utf-8")
-    tasks = _train_records(splits["test_prompts"], digits, names, rng)
-    text = "".join(json.dumps(row) + "\n" for row in tasks)
-    (Path(directory) / "test_tasks.jsonl").write_text(text, encoding="utf-8")
+    for split in ("test", "validation"):
+        tasks = _train_records(splits[f"{split}_prompts"], digits, names, rng)
+        text = "".join(json.dumps(row) + "\n" for row in tasks)
+        (Path(directory) / f"{split}_tasks.jsonl").write_text(text, encoding="utf-8")
 
 
 def read_digits() -> tuple[np.ndarray, list[int]]:
