@@ -269,7 +269,7 @@ def update_speed(clocks: Sequence[tuple[float, float]], counts: Path) -> dict[st
     return {"cpu": cpu, "clock": clock, "tokens": statistics.median(tokens[WARM_UP:])}
 
 
-def vision_processor(folder: Path, pixels: int) -> Any:
+def vision_processor(folder: Path) -> Any:
     """HF's processor of a folder, without torchvision, which videos alone would need."""
     from transformers import (  # pyright: ignore[reportMissingImports]
         AutoTokenizer,
@@ -281,8 +281,7 @@ def vision_processor(folder: Path, pixels: int) -> Any:
         def check_argument_for_proper_class(self, *_: Any) -> None:
             """No video processor is fine."""
 
-    size = {"shortest_edge": pixels, "longest_edge": pixels}
-    images = Qwen2VLImageProcessorPil.from_pretrained(folder, size=size)
+    images = Qwen2VLImageProcessorPil.from_pretrained(folder)
     template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     return Processor(images, tokenizer, None, chat_template=template)
@@ -343,7 +342,7 @@ def of_trl(options: argparse.Namespace) -> dict[str, Any]:
         reward_funcs=runpy.run_path(str(folder / "reward.py"))["odd_share"],
         args=config,
         train_dataset=Dataset.from_list(prompts),
-        processing_class=vision_processor(folder / "model", given["pixels"]),
+        processing_class=vision_processor(folder / "model"),
         callbacks=[Clock()],
     )
     trainer.train()

@@ -50,6 +50,11 @@ def write_inputs(work: str, num_prompts: int, tokens: int) -> dict[str, Any]:
     ids = {name: getattr(processor, name) for name in references.IDS}
     answers.build("qwen3_vl", settings["model"]["config"] | ids).save_pretrained(folder / "model")
     processor.save_pretrained(folder / "model")
+    pixels = settings["data"]["max_pixels"]
+    file = folder / "model" / "preprocessor_config.json"
+    size = {"shortest_edge": pixels, "longest_edge": pixels}
+    values = {"size": size, "min_pixels": pixels, "max_pixels": pixels}
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
     images = sorted((folder / "data" / "images").glob("????.png"))
     rows = [
         {
@@ -60,14 +65,13 @@ def write_inputs(work: str, num_prompts: int, tokens: int) -> dict[str, Any]:
     ]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     (folder / "reward.py").write_text(REWARD)
-    data, train = settings["data"], settings["train"]
+    train = settings["train"]
     given = {
         "rows": num_prompts * GROUP,
         "num_generations": GROUP,
         "max_completion_length": tokens,
         "learning_rate": train["learning_rate"],
         "weight_decay": train["weight_decay"],
-        "pixels": data["max_pixels"],
     }
     (folder / "settings.json").write_text(json.dumps(given))
     return given
@@ -78,12 +82,7 @@ def run_settings(folder: Path) -> dict[str, Any]:
     given = json.loads((folder / "settings.json").read_text())
     return {
         "model": {"pretrained": str(folder / "model")},
-        "data": {
-            "train": [str(folder / "prompts.jsonl")],
-            "min_pixels": given["pixels"],
-            "max_pixels": given["pixels"],
-            "max_length": 1024,
-        },
+        "data": {"train": [str(folder / "prompts.jsonl")], "max_length": 1024},
         "grpo": {
             "rewards": [f"{folder / 'reward.py'}:odd_share"],
             "num_generations": given["num_generations"],
