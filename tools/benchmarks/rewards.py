@@ -167,7 +167,7 @@ def main() -> int:
     for name, default, text in (
         ("prompts", 2, "prompts of an update, of eight answers"),
         ("tokens", 64, "longest answer"),
-        ("steps", 3, "updates that are timed"),
+        ("steps", 2, "updates that are timed"),
         ("rounds", 3, "processes of each side"),
     ):
         harness.add_count(made, name, default, text)
