@@ -331,7 +331,10 @@ def _rollouts_of(model: dict[str, Any], *settings: str) -> Family:
     return Family(
         functools.partial(write_rollout_run, model=model), (*GIVEN_ANSWERS, *settings),
         tolerance=(1e-6, 4e-6), arrays=assert_near,
-        left_out=("clip_ratio/low_min", "clip_ratio/high_max"),
+        left_out=(
+            *("clip_ratio/low_min", "clip_ratio/high_max", "sampling/sampling_logp_difference/max"),
+            *(f"sampling/importance_sampling_ratio/{end}" for end in ("min", "max")),
+        ),
         shows=("kl", "entropy", "clip_ratio/region_mean"), patch=(GIVEN, given_rollouts),
     )  # fmt: skip
 
@@ -406,6 +409,10 @@ FAMILIES: dict[str, Family] = {
     ),
     # Answers that the run samples, learned in four updates each.
     "sampled": _sampled,
+    # Ranks have unequal shares of what is kept.
+    "sampled, filtered": replace(
+        _sampled, settings=(*_sampled.settings, "grpo.dynamic_sample=true"),
+    ),
     "sampled, experts": replace(
         _sampled, write=functools.partial(write_sampled_run, model=written.FEW_EXPERTS)
     ),
@@ -485,6 +492,7 @@ ROLLOUTS = [
         pp2=(2, *PP), cp2=(2, *CP), sharding2_stage_3=(2, *SHARDING, STAGE_3),
         dp2_mp2=(4, *DP2, *MP2),
     ),
+    *_rows("sampled, filtered", dp2=(2, *DP2)),
     *_rows("sampled, experts", mp2_ep2=(2, *MP2, EP2)),
     *_rows("rollouts, answers' ratios", "", False, cp2=(2, *CP)),
     *_rows("rollouts, answers' ratios", dp2_mp2=(4, *DP2, *MP2), pp2=(2, *PP)),

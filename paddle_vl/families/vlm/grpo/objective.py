@@ -67,7 +67,10 @@ class RolloutOutput:
         tokens = output.tokens
         assert tokens is not None, "the collator asks for log-probabilities"
         is_target_N = batch.target_rows[1] != IGNORE_INDEX
-        rows = Rows(batch.target_branches, is_target_N, batch.answer_lengths, context.total)
+        rows = Rows(
+            batch.target_branches, is_target_N, batch.answer_lengths, context.total,
+            (context.rank, context.size),
+        )  # fmt: skip
         answers = Answers(
             settings, rows, tokens.log_probs, tokens.entropy, batch.advantages,
             batch.old_log_probs, batch.reference_log_probs, batch.sampler_log_probs,
@@ -193,13 +196,12 @@ class RolloutLoss(VLLoss):
         gap_N = a.trainer_old - a.sampled
         # A token that stands for none.
         gap_N = paddle.where(a.rows.is_target, gap_N, paddle.zeros_like(gap_N))
-        ratio_N = gap_N.exp()
-        total = a.rows.total
-        means = [
-            total((x * a.rows.is_target.astype("float32")).sum()) for x in (gap_N.abs(), ratio_N)
-        ]
-        most = [x * is_learned for x in (gap_N.abs().max(), ratio_N.min(), ratio_N.max())]
-        return [means[0], most[0], means[1], *most[1:]]
+        ratio_N, is_target_N = gap_N.exp(), a.rows.is_target.astype("float32")
+        means = [a.rows.total((x * is_target_N).sum()) for x in (gap_N.abs(), ratio_N)]
+        most, low, high = (
+            a.rows.largest(x.max()) * is_learned for x in (gap_N.abs(), -ratio_N, ratio_N)
+        )
+        return [means[0], most, means[1], -low, high]
 
     def values(self, output: RolloutOutput) -> Tensor:
         """`[N]`: the log-probabilities, which passes before an update keep."""
