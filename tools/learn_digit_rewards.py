@@ -46,7 +46,7 @@ PICTURE = harness.ROOT / "docs" / "images" / "grpo.svg"
 QUESTIONS = ("parity", "next")
 OLD = ("single", "two_turn", "compare", "add")
 PLAIN = "grpo.dynamic_sample=false"
-ANSWERS_OF_UPDATE = 16 * 8
+ANSWERS_OF_UPDATE, UPDATES = 16 * 8, 40
 CHOICE_SEED = 0
 CHOICE = {
     f"{rate}, {name}": (f"train.learning_rate={rate}", *settings)
@@ -57,9 +57,10 @@ CHOICE = {
         ("dynamic sampling, beta 0.1", ("grpo.beta=0.1",)),
     )
 }
+SEEDED = ("recipe", "plain", "shuffled")
 SICK = {
     "blank": "trained on blank images",
-    "unanswerable": "no right answer is sampled",
+    "unanswerable": "right answers that are never sampled",
     "fast": "learning rate 1e-3",
 }
 # Percent: the least of the questions, and points off chance, lost by an old task; shuffled: below.
@@ -152,8 +153,8 @@ class Trial:
         self.minutes: dict[str, float] = {}
         write_questions(self.data)
 
-    def run(self, name: str, seed: int, *settings: str, prompts: str = "prompts") -> Path:
-        """The folder of a finished run."""
+    def run(self, name: str, seed: int, *settings: str, prompts: str = "prompts") -> None:
+        """Train, unless the run is there."""
         data = self.data
         self.minutes[name] = trained(
             name, self._folder, CONFIG, f"model.pretrained={self._start}",
@@ -161,46 +162,44 @@ class Trial:
             f"data.eval=[{data}/validation_prompts.jsonl]", "train.eval_steps=5",
             "train.eval.num_samples=null", "train.save_steps=null", *settings,
         )  # fmt: skip
-        return self._folder / name
 
-    def seeded(self, seed: int) -> dict[str, Path]:
-        """The runs of a seed."""
-        recipe = self.run(f"recipe{seed}", seed)
+    def seeded(self, seed: int) -> list[str]:
+        """Train the runs of a seed; returns their names."""
+        recipe, plain, shuffled = names = [f"{kind}{seed}" for kind in SEEDED]
+        self.run(recipe, seed)
         updates = -(-self.lines(recipe)[-1]["completions"] // ANSWERS_OF_UPDATE)
-        shuffled = f"grpo.rewards=['{self.data / 'shuffled.py'}:shuffled_match']"
-        return {
-            "recipe": recipe,
-            "plain": self.run(f"plain{seed}", seed, PLAIN, f"train.max_steps={updates}"),
-            "shuffled": self.run(f"shuffled{seed}", seed, shuffled),
-        }
+        self.run(plain, seed, PLAIN, f"train.max_steps={updates}")
+        reward = f"grpo.rewards=['{self.data / 'shuffled.py'}:shuffled_match']"
+        self.run(shuffled, seed, reward)
+        return names
 
-    def sick(self, seed: int) -> dict[str, Path]:
-        """The runs that are to look sick."""
-        fast = ("train.learning_rate=1e-3", PLAIN)
-        return {
-            "blank": self.run("blank", seed, prompts="blank"),
-            "unanswerable": self.run("unanswerable", seed, prompts="unanswerable"),
-            "fast": self.run("fast", seed, *fast),
-        }
+    def sick(self, seed: int) -> None:
+        """Train the runs that are to look sick."""
+        self.run("blank", seed, prompts="blank")
+        self.run("unanswerable", seed, prompts="unanswerable")
+        self.run("fast", seed, "train.learning_rate=1e-3", PLAIN)
 
     def chosen(self) -> dict[str, dict[str, float]]:
         """Percent exact on validation images, of the start and by settings."""
-        asked = self.data / "validated.jsonl"
-        found = {"start": exact(self._start, asked, self._folder / "start")}
+        found = {"start": self.exact("start", "validated")}
         for number, (name, settings) in enumerate(CHOICE.items()):
-            run = self.run(f"choice{number + 1}", CHOICE_SEED, *settings)
-            found[name] = exact(run / "final", asked, run)
+            run = f"choice{number + 1}"
+            self.run(run, CHOICE_SEED, *settings)
+            found[name] = self.exact(run, "validated")
         return found
 
-    def measured(self, run: Path | None = None) -> dict[str, float]:
-        """Figures of a run, or of the start."""
-        folder = run or self._folder / "start"
-        return exact(run / "final" if run else self._start, self.data / "measured.jsonl", folder)
+    def exact(self, name: str, questions: str) -> dict[str, float]:
+        """Percent of exact answers of a run, or of the start, by task."""
+        folder = self._folder / name
+        return exact(
+            self._start if name == "start" else folder / "final",
+            self.data / f"{questions}.jsonl",
+            folder,
+        )
 
-    @staticmethod
-    def lines(run: Path) -> list[dict[str, Any]]:
-        """Of the run's metrics."""
-        return _rows(run / "metrics.jsonl")
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """Of a run's metrics."""
+        return _rows(self._folder / name / "metrics.jsonl")
 
 
 def missed(found: Mapping[str, dict[str, float]]) -> list[str]:
@@ -222,43 +221,41 @@ def missed(found: Mapping[str, dict[str, float]]) -> list[str]:
     return problems
 
 
-def learned_table(
-    found: Mapping[str, dict[str, float]], trial: Trial, runs: Mapping[str, Path]
-) -> harness.Table:
-    """A row for each run."""
-    columns = ["run and seed", *QUESTIONS, "blank images", "other images", *OLD, "answers",
-               "updates", "minutes"]  # fmt: skip
+def learned_table(found: Mapping[str, dict[str, float]], trial: Trial) -> harness.Table:
+    """A row for each kind of run, with the figures of its seeds one after the other."""
+    columns = ["run", *QUESTIONS, *(f"{task}, blank" for task in QUESTIONS),
+               *(f"{task}, other" for task in QUESTIONS), *OLD, "answers", "minutes"]  # fmt: skip
+    tasks = [*(task + each for each in ("", "_blank", "_other") for task in QUESTIONS), *OLD]
     rows = []
-    for name, of in found.items():
-        pairs = [" ".join(f"{of[task + each]:.1f}" for task in QUESTIONS)
-                 for each in ("_blank", "_other")]  # fmt: skip
-        cells = [name, *(f"{of[task]:.1f}" for task in QUESTIONS), *pairs]
-        cells += [f"{of[task]:.1f}" for task in OLD]
-        if (run := runs.get(name)) is not None:
-            last = trial.lines(run)[-1]
-            minutes = f"{trial.minutes[name]:.2f}"
-            cells += [str(last["completions"]), str(last["step"]), minutes]
-        rows.append([*cells, *[""] * (len(columns) - len(cells))])
+    for kind in ("start", *SEEDED):
+        names = [name for name in found if name.rstrip("0123456789") == kind]
+        cells = ["/".join(f"{found[name][task]:.1f}" for name in names) for task in tasks]
+        if kind == "start":
+            cells += ["", ""]
+        else:
+            answers = [trial.lines(name)[-1]["completions"] for name in names]
+            cells.append("/".join(str(each) for each in answers))
+            cells.append("/".join(f"{trial.minutes[name]:.1f}" for name in names))
+        rows.append([kind, *cells])
     return harness.Table("rewards learned", columns, rows)
 
 
-def signs_table(runs: Mapping[str, Path], found: Mapping[str, dict[str, float]]) -> harness.Table:
+def signs_table(names: Sequence[str], trial: Trial, found: Mapping[str, Any]) -> harness.Table:
     """What metrics say at the end of a healthy run and of sick ones, means of ten updates."""
-    names = {"reward": "reward", "prompts/without_signal": "prompts without signal",
-             "entropy": "entropy", "grad_norm": "gradient's norm"}  # fmt: skip
-    columns = ["run", *names.values(), "updates without signal", "exact: images, blank"]
+    keys = {"reward": "reward", "prompts/without_signal": "without signal", "entropy": "entropy"}
+    columns = ["run", *keys.values(), "updates without", "exact", "exact, blank"]
     rows = []
-    for name, run in runs.items():
-        lines = Trial.lines(run)
-        values = [[x[key] for x in lines[-10:] if x.get(key) is not None] for key in names]
-        cells = [f"{np.mean(each):.3g}" if each else "none" for each in values]
-        right, blank = (np.mean([found[name][t + e] for t in QUESTIONS]) for e in ("", "_blank"))
-        silent = str(lines[-1]["updates_without_signal"])
-        rows.append([SICK.get(name, "healthy"), *cells, silent, f"{right:.1f} {blank:.1f}"])
+    for name in names:
+        lines = trial.lines(name)
+        values = [[x[key] for x in lines[-10:] if x.get(key) is not None] for key in keys]
+        cells = [f"{np.mean(each):.2f}" if each else "none" for each in values]
+        cells.append(f"{lines[-1]['updates_without_signal']} of {lines[-1]['step']}")
+        cells += [f"{np.mean([found[name][t + e] for t in QUESTIONS]):.1f}" for e in ("", "_blank")]
+        rows.append([SICK.get(name, "healthy"), *cells])
     return harness.Table("rewards signs", columns, rows)
 
 
-def draw(runs: Mapping[str, Path]) -> None:
+def draw(names: Sequence[str], trial: Trial) -> None:
     """Exact answers to validation questions, prompts without signal and entropy, by update."""
     from matplotlib import rc_context
 
@@ -270,45 +267,35 @@ def draw(runs: Mapping[str, Path]) -> None:
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "grpo"}):
         figure = new_figure(13, 3.6)
         for axes, (key, (title, unit)) in zip(figure.subplots(1, 3), panels.items(), strict=True):
-            for (name, run), colour in zip(runs.items(), COLOURS, strict=False):
-                points = [(x["step"], x[key]) for x in Trial.lines(run) if x.get(key) is not None]
-                points = [point for point in points if point[0] <= 40]
-                axes.plot(*zip(*points, strict=True), label=name, color=colour)
+            for name, colour in zip(names, COLOURS, strict=False):
+                lines = [x for x in trial.lines(name)[:UPDATES] if x.get(key) is not None]
+                points = [(x["step"], x[key]) for x in lines]
+                axes.plot(*zip(*points, strict=True) if points else ([], []), label=name,
+                          color=colour)  # fmt: skip
             label_axes(axes, title, "update", unit)
         figure.axes[0].legend(frameon=False, fontsize=8)
-        PICTURE.parent.mkdir(exist_ok=True)
         figure.savefig(PICTURE, metadata={"Date": None})
 
 
 def learn(options: argparse.Namespace, _: Path) -> harness.Result:
     trial = Trial(options.output.resolve(), options.start.resolve())
-    runs: dict[str, Path] = {}
-    for seed in options.seeds:
-        runs |= {f"{name}{seed}": run for name, run in trial.seeded(seed).items()}
+    names = [name for seed in options.seeds for name in trial.seeded(seed)]
     first = options.seeds[0]
-    sick = trial.sick(first)
-    seeded = sorted(runs, key=lambda name: ("recipe", "plain", "shuffled").index(name[:-1]))
-    found = {"start": trial.measured()}
-    found |= {name: trial.measured(runs[name]) for name in seeded}
-    found |= {name: trial.measured(run) for name, run in sick.items()}
+    trial.sick(first)
+    found = {name: trial.exact(name, "measured") for name in ("start", *names, *SICK)}
     chosen = trial.chosen()
+    tasks = (*QUESTIONS, *OLD)
     tables = [
         harness.Table(
             "rewards choice",
-            ["learning rate, settings", *QUESTIONS, *OLD],
-            [
-                [name, *(f"{of[task]:.1f}" for task in (*QUESTIONS, *OLD))]
-                for name, of in chosen.items()
-            ],
+            ["learning rate and settings", *tasks],
+            [[name, *(f"{of[task]:.1f}" for task in tasks)] for name, of in chosen.items()],
         ),
-        learned_table(found, trial, runs | sick),
-        signs_table({f"recipe{first}": runs[f"recipe{first}"], **sick}, found),
+        learned_table(found, trial),
+        signs_table([f"recipe{first}", *SICK], trial, found),
     ]
     if options.write_doc is not None:
-        shown = {
-            f"{name}{first}": runs[f"{name}{first}"] for name in ("recipe", "plain", "shuffled")
-        }
-        draw(shown | sick)
+        draw([*(f"{kind}{first}" for kind in SEEDED), *SICK], trial)
     problems = missed(found)
     print(*problems, sep="\n", file=sys.stderr)
     return harness.Result(tables, {"choice": chosen, **found}, is_good=not problems)
