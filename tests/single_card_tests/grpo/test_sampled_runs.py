@@ -51,6 +51,7 @@ def test_a_generation_without_a_signal_updates_nothing_and_is_counted(data, tmp_
         "train.max_steps=2",
         "train.save_steps=1",
         "train.warmup_steps=0",
+        "train.weight_decay=0.1",
     )
     build(data, tmp_path, *SAMPLED, *settings).run()
     base = arrays_of(data.with_name("base"), ["model"])

@@ -186,6 +186,7 @@ class GroupSampler:
             while waiting and self._has_room(waiting[0]):
                 running += self._begun(waiting.popleft())
                 running = self._left(running, found)
+            assert running or not waiting, "there is memory for any group alone"
             if running:
                 self._advance(running)
                 running = self._left(running, found)
