@@ -7,14 +7,15 @@ The quickstart's model knows "Is it even or odd?" and "Which digit comes next?" 
 only, after its own answer. `configs/quickstart/digits_grpo.yaml` asks them about an image, and
 rewards an exact answer. With each seed, by `paddle-vl`:
 
-- recipe: that file
-- plain: without dynamic sampling, until it has sampled as many answers as the recipe
-- shuffled: the recipe with the rewards of each round in another order
+- recipe: that file, whose prompts have comparisons and sums too, which the model knows
+- shuffled: the same with the rewards of each round in another order
+- alone: the recipe with the two questions alone
+- plain: alone without dynamic sampling, until it has sampled as many answers
 
-and with the first seed, to see what a sick run looks like:
+and with the first seed and the two questions alone, to see what a sick run looks like:
 
-- blank: the recipe on blank images
-- unanswerable: the recipe with right answers in words that the model never gives
+- blank: on blank images
+- unanswerable: with right answers in words that the model never gives
 - fast: five times the learning rate, without dynamic sampling
 
 `choice` has settings, with a seed of their own, measured on images of the training conversations
@@ -46,18 +47,19 @@ PICTURE = harness.ROOT / "docs" / "images" / "grpo.svg"
 QUESTIONS = ("parity", "next")
 OLD = ("single", "two_turn", "compare", "add")
 PLAIN = "grpo.dynamic_sample=false"
+ALONE, BOTH = ("prompts",), ("prompts", "old_prompts")
 ANSWERS_OF_UPDATE, UPDATES = 16 * 8, 40
 CHOICE_SEED = 0
+# Settings, and files of prompts.
 CHOICE = {
-    f"{rate}, {name}": (f"train.learning_rate={rate}", *settings)
-    for rate in ("1e-4", "2e-4", "4e-4")
-    for name, settings in (
-        ("plain", (PLAIN,)),
-        ("dynamic sampling", ()),
-        ("dynamic sampling, beta 0.1", ("grpo.beta=0.1",)),
-    )
+    "1e-4, plain": (("train.learning_rate=1e-4", PLAIN), ALONE),
+    "1e-4, dynamic": (("train.learning_rate=1e-4",), ALONE),
+    "2e-4, plain": ((PLAIN,), ALONE),
+    "2e-4, dynamic": ((), ALONE),
+    "2e-4, dynamic, beta 0.1": (("grpo.beta=0.1",), ALONE),
+    "2e-4, dynamic, old prompts": ((), BOTH),
 }
-SEEDED = ("recipe", "plain", "shuffled")
+SEEDED = ("recipe", "shuffled", "alone", "plain")
 SICK = {
     "blank": "trained on blank images",
     "unanswerable": "right answers that are never sampled",
@@ -153,38 +155,40 @@ class Trial:
         self.minutes: dict[str, float] = {}
         write_questions(self.data)
 
-    def run(self, name: str, seed: int, *settings: str, prompts: str = "prompts") -> None:
+    def run(self, name: str, seed: int, *settings: str, prompts: Sequence[str] = ALONE) -> None:
         """Train, unless the run is there."""
         data = self.data
+        files = ", ".join(f"{data / each}.jsonl" for each in prompts)
         self.minutes[name] = trained(
             name, self._folder, CONFIG, f"model.pretrained={self._start}",
-            f"data.train=[{data / prompts}.jsonl]", f"train.seed={seed}",
+            f"data.train=[{files}]", f"train.seed={seed}",
             f"data.eval=[{data}/validation_prompts.jsonl]", "train.eval_steps=5",
             "train.eval.num_samples=null", "train.save_steps=null", *settings,
         )  # fmt: skip
 
     def seeded(self, seed: int) -> list[str]:
         """Train the runs of a seed; returns their names."""
-        recipe, plain, shuffled = names = [f"{kind}{seed}" for kind in SEEDED]
-        self.run(recipe, seed)
-        updates = -(-self.lines(recipe)[-1]["completions"] // ANSWERS_OF_UPDATE)
-        self.run(plain, seed, PLAIN, f"train.max_steps={updates}")
+        recipe, shuffled, alone, plain = names = [f"{kind}{seed}" for kind in SEEDED]
+        self.run(recipe, seed, prompts=BOTH)
         reward = f"grpo.rewards=['{self.data / 'shuffled.py'}:shuffled_match']"
-        self.run(shuffled, seed, reward)
+        self.run(shuffled, seed, reward, prompts=BOTH)
+        self.run(alone, seed)
+        updates = -(-self.lines(alone)[-1]["completions"] // ANSWERS_OF_UPDATE)
+        self.run(plain, seed, PLAIN, f"train.max_steps={updates}")
         return names
 
     def sick(self, seed: int) -> None:
         """Train the runs that are to look sick."""
-        self.run("blank", seed, prompts="blank")
-        self.run("unanswerable", seed, prompts="unanswerable")
+        self.run("blank", seed, prompts=["blank"])
+        self.run("unanswerable", seed, prompts=["unanswerable"])
         self.run("fast", seed, "train.learning_rate=1e-3", PLAIN)
 
     def chosen(self) -> dict[str, dict[str, float]]:
         """Percent exact on validation images, of the start and by settings."""
         found = {"start": self.exact("start", "validated")}
-        for number, (name, settings) in enumerate(CHOICE.items()):
+        for number, (name, (settings, prompts)) in enumerate(CHOICE.items()):
             run = f"choice{number + 1}"
-            self.run(run, CHOICE_SEED, *settings)
+            self.run(run, CHOICE_SEED, *settings, prompts=prompts)
             found[name] = self.exact(run, "validated")
         return found
 

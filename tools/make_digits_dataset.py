@@ -16,7 +16,8 @@ With `--prompts` two questions that no conversation begins with, and their answe
 a run that learns from rewards (configs/quickstart/digits_grpo.yaml): `prompts.jsonl` and, of other
 images of the training conversations, `validation_prompts.jsonl`; of the test images
 `test_prompts.jsonl`. `validation_tasks.jsonl` and `test_tasks.jsonl` have the tasks of
-`train.jsonl` about each of these images.
+`train.jsonl` about each of these images. `old_prompts.jsonl` has the comparisons and sums of
+`train.jsonl` without validation images, as prompts.
 
 Comparisons and sums are worked out ("3 + 8 = 11", "3 - 8 = -5: the second."), and facts have the
 same answers, so that a model takes a result from the digits that it has named, not from the images
@@ -137,6 +138,15 @@ def write_prompts(directory: str | os.PathLike) -> None:
                 row = {"task": task, "messages": [asked], "images": [names[number]]}
                 rows.append(json.dumps({**row, "solution": solution}) + "\n")
         (Path(directory) / f"{split}.jsonl").write_text("".join(rows), encoding="utf-8")
+    unseen = {names[number] for number in splits["validation_prompts"]}
+    lines = (Path(directory) / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = []
+    for row in map(json.loads, lines):
+        *asked, right = row.pop("messages")
+        if row["task"] in ("compare", "add") and unseen.isdisjoint(row["images"]):
+            row |= {"messages": asked, "solution": right["content"]}
+            rows.append(json.dumps(row) + "\n")
+    (Path(directory) / "old_prompts.jsonl").write_text("".join(rows), encoding="utf-8")
     for split in ("test", "validation"):
         tasks = _train_records(splits[f"{split}_prompts"], digits, names, rng)
         text = "".join(json.dumps(row) + "\n" for row in tasks)
