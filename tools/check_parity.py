@@ -25,6 +25,7 @@ from itertools import product
 from pathlib import Path
 
 FAMILIES = {
+    "grpo": "parity.grpo",
     "paddleocr_vl": "parity.paddleocr_vl",
     "pi07": "parity.pi07",
     "pi07_start": "parity.pi07_start",

@@ -23,6 +23,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parent / "benchmarks"))
+
 import harness
 from make_documents_dataset import ALPHABET, Options, make_documents_dataset
 

@@ -1,6 +1,6 @@
 """Write the quickstart's dataset: images of handwritten digits, conversations and a processor.
 
-    python tools/make_digits_dataset.py DIRECTORY
+    python tools/make_digits_dataset.py DIRECTORY [--prompts]
 
 Source: the digits that scikit-learn ships (1797 images of 8 x 8 pixels, 17 grey levels, from the
 UCI optical recognition set), written as PNG files: dark ink on white paper, enlarged to 64 x 64 by
@@ -11,6 +11,13 @@ The directory gets `images/`, `train.jsonl`, `copies.jsonl`, `test.jsonl`, `proc
 turned, slanted, stretched and shifted a little (`0007-1.png` is the first one of `0007.png`).
 Tasks of records: single, compare, add, two_turn; in `copies.jsonl` single, two_turn, pair, a
 question about two images, and fact, one about two numbers without an image.
+
+With `--prompts` two questions that no conversation begins with, and their answers, are written for
+a run that learns from rewards (configs/quickstart/digits_grpo.yaml): `prompts.jsonl` and, of other
+images of the training conversations, `validation_prompts.jsonl`; of the test images
+`test_prompts.jsonl`. `validation_tasks.jsonl` and `test_tasks.jsonl` have the tasks of
+`train.jsonl` about each of these images. `old_prompts.jsonl` has the comparisons and sums of
+`train.jsonl` without validation images, as prompts.
 
 Comparisons and sums are worked out ("3 + 8 = 11", "3 - 8 = -5: the second."), and facts have the
 same answers, so that a model takes a result from the digits that it has named, not from the images
@@ -35,6 +42,7 @@ RECIPE_VERSION = 5
 SEED = 20240
 TEST_IMAGES_PER_DIGIT = 30
 NUM_TEST_PAIRS = 100
+NUM_VALIDATION_IMAGES = 150
 IMAGE_SIDE = 64
 # Copies of every training image, and by how much they are changed at most: shifts in pixels.
 NUM_COPIES, MAX_DEGREES, MAX_SLANT, MAX_STRETCH, MAX_SHIFT = 4, 10, 0.15, 0.1, 4
@@ -107,6 +115,42 @@ def make_digits_dataset(directory: str | os.PathLike) -> bool:
     # Last: if it exists, the dataset is complete.
     manifest.write_text(json.dumps(wanted), encoding="utf-8")
     return True
+
+
+def write_prompts(directory: str | os.PathLike) -> None:
+    """Write the questions of `--prompts` beside the dataset."""
+    _, digits = read_digits()
+    names = [f"images/{number:04d}.png" for number in range(len(digits))]
+    rng = np.random.default_rng(SEED)
+    is_test = _choose_test_images(digits, rng)
+    trained = rng.permutation(np.flatnonzero(~is_test))
+    splits = {
+        "prompts": trained[NUM_VALIDATION_IMAGES:],
+        "validation_prompts": trained[:NUM_VALIDATION_IMAGES],
+        "test_prompts": np.flatnonzero(is_test),
+    }
+    for split, numbers in splits.items():
+        rows = []
+        for number in numbers:
+            for task, (question, answer) in zip(("parity", "next"), _FOLLOW_UP, strict=True):
+                asked, right = _messages([(f"<image>{question}", answer)], *[digits[number]] * 2)
+                solution = right["content"]
+                row = {"task": task, "messages": [asked], "images": [names[number]]}
+                rows.append(json.dumps({**row, "solution": solution}) + "\n")
+        (Path(directory) / f"{split}.jsonl").write_text("".join(rows), encoding="utf-8")
+    unseen = {names[number] for number in splits["validation_prompts"]}
+    lines = (Path(directory) / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = []
+    for row in map(json.loads, lines):
+        *asked, right = row.pop("messages")
+        if row["task"] in ("compare", "add") and unseen.isdisjoint(row["images"]):
+            row |= {"messages": asked, "solution": right["content"]}
+            rows.append(json.dumps(row) + "\n")
+    (Path(directory) / "old_prompts.jsonl").write_text("".join(rows), encoding="utf-8")
+    for split in ("test", "validation"):
+        tasks = _train_records(splits[f"{split}_prompts"], digits, names, rng)
+        text = "".join(json.dumps(row) + "\n" for row in tasks)
+        (Path(directory) / f"{split}_tasks.jsonl").write_text(text, encoding="utf-8")
 
 
 def read_digits() -> tuple[np.ndarray, list[int]]:
@@ -254,8 +298,12 @@ def make_processor(texts: Sequence[str]) -> VLProcessor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("directory", help="folder to write; left unchanged if it is complete")
-    directory = parser.parse_args().directory
+    parser.add_argument("--prompts", action="store_true", help="write prompts for rewards too")
+    arguments = parser.parse_args()
+    directory = arguments.directory
     written = make_digits_dataset(directory)
+    if arguments.prompts:
+        write_prompts(directory)
     print(f"{directory}: {'written' if written else 'complete already'}")
 
 

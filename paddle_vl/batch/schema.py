@@ -193,11 +193,15 @@ class VLBatch(HostBatch):
     num_unused_visual_rows: int = 0
     # Visual tokens beyond one for each visual row, where samples share images.
     num_reused_visual_rows: int = 0
-    # Whether the model gives the log-probabilities of `target_rows` in place of a loss.
+    # Whether the model gives the log-probabilities of `target_rows` in place of a loss, of logits
+    # that are divided by the temperature.
     returns_log_probs: bool = False
-    # Or the most likely tokens behind them, to answer; then with the numbers of the prompts that
-    # are the first rows, and with caches of their keys. From `answering.questions`.
+    temperature: float = 1.0
+    # Or the most likely tokens behind them, or the scores of all, to answer; then with the numbers
+    # of the prompts that are the first rows, and with caches of their keys. From
+    # `answering.questions`.
     returns_choices: bool = False
+    returns_scores: bool = False
     numbers: list[int] | None = None
     caches: list[Any] | None = None
     # Of a call with HF's arguments alone: labels with -100 ignored, not shifted, and factors of

@@ -29,7 +29,7 @@ from paddle_vl.files.text_file import write_text
 AnySection = TypeVar("AnySection", bound=Section)
 COMMAND_LINE = "command line"
 # Settings that name a model: a folder, or a name on a hub.
-MODEL_SETTINGS = ("model.pretrained", "data.processor", "preference.ref_model")
+MODEL_SETTINGS = ("model.pretrained", "data.processor", "preference.ref_model", "grpo.ref_model")
 _MAX_NAMES = 64
 # A file that is not a configuration may have thousands of keys, each compared with all names.
 _MAX_REPORTED = 100

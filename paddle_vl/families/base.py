@@ -216,6 +216,8 @@ class Family(ABC):
             trained parameter on this rank, one at a time, or None without a reference to compute;
             and `checksum()` of the reference's weights, which a resumed run must have too, called
             on one rank. None for other losses.
+        samples_answers: whether the training data are prompts, which the model answers; then
+            `rollouts(model, collator)` samples and scores them, see `paddle_vl.train.rollouts`.
     """
 
     config: RunConfig
@@ -235,6 +237,7 @@ class Family(ABC):
     recompute: str | None = None
     key_prefix: str = ""
     answers: Any = None
+    samples_answers: bool = False
 
     @abstractmethod
     def __init__(self, config: RunConfig, checkpoint: Path | None):
@@ -276,6 +279,15 @@ class Family(ABC):
             *(self.train_data, collator, ranks, size),
             num_epochs=None, shuffle=True, drop_last=True, seed=train.seed,
         )  # fmt: skip
+
+    @property
+    def updates_per_batch(self) -> float:
+        """Updates that a batch of `train_loader` makes."""
+        return 1 / self.config.train.gradient_accumulation_steps
+
+    def rollouts(self, model: Any, collator: Collator) -> Any:
+        """See `samples_answers`."""
+        raise NotImplementedError
 
     def eval_loaders(self, collator: Collator, ranks: RankInfo) -> Mapping[str, PrefetchLoader]:
         """This rank's batches of the evaluation data, every sample once, by source; under "" for

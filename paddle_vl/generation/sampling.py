@@ -13,7 +13,7 @@ of top-p falls between tokens of equal score, those of smaller id are excluded.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import paddle
@@ -44,8 +44,11 @@ class Sampling:
             once and as often as they occur; 0 has no effect.
         seed: of sampling; None for a different one each time.
         stop_token_ids: each ends the answer, as its last token.
+        suppress_tokens: never chosen, as in HF.
         logprobs: give the log-probability of each token and this many of the most likely ones, of
             the scores before any rule; None for neither.
+        logprobs_mode: of the scores before any rule, or as in vLLM after all of them but, without
+            penalties, suppress_tokens; those of a row that does not sample are raw.
         allowed: called on the model's thread with the answer so far before each token.
 
     Raises:
@@ -63,7 +66,9 @@ class Sampling:
     frequency_penalty: float = 0.0
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+    suppress_tokens: tuple[int, ...] = ()
     logprobs: int | None = None
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     allowed: Allowed | None = None
 
     def __post_init__(self):
@@ -112,9 +117,17 @@ class AnswerRow:
         repeated = np.unique(prompt_L) if sampling.repetition_penalty != 1 else []
         stops = sampling.stop_token_ids if sampling.min_tokens else ()
         # Tokens with a penalty: whether they are in prompt or answer, and how often in the answer.
-        self._ids_T = np.array([*repeated, *{*stops} - {*repeated}], dtype=np.int64)
+        ruled_out = {*stops, *sampling.suppress_tokens} - {*repeated}
+        self._ids_T = np.array([*repeated, *sorted(ruled_out)], dtype=np.int64)
         self._is_seen_T = np.arange(len(self._ids_T)) < len(repeated)
         self._counts_T = np.zeros(len(self._ids_T))
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether scores change beside those of suppressed tokens."""
+        own = self.sampling
+        penalties = (own.presence_penalty, own.frequency_penalty, own.min_tokens)
+        return own.repetition_penalty != 1 or any(penalties)
 
     @property
     def num_penalized(self) -> int:
@@ -150,6 +163,8 @@ class AnswerRow:
             minus_T += own.presence_penalty * (self._counts_T > 0)
             if len(self.ids) < own.min_tokens:
                 minus_T[np.isin(self._ids_T, own.stop_token_ids)] = np.inf
+            if own.suppress_tokens:
+                minus_T[np.isin(self._ids_T, own.suppress_tokens)] = np.inf
             penalties_3T = np.stack([self._ids_T, divisor_T, minus_T])
         filling = np.repeat(penalties_3T[:, :1], size - penalties_3T.shape[1], axis=1)
         return np.concatenate([penalties_3T, filling], axis=1)
@@ -177,15 +192,27 @@ def choose_tokens(
     wanted = [row.sampling.logprobs for row in rows if row.sampling.logprobs is not None]
     if not wanted:
         return [ChosenToken(int(token)) for token in tokens]
+    modes = [row.sampling.samples and row.sampling.logprobs_mode[0] == "p" for row in rows]
+    if any(modes):
+        # A token that is suppressed for what it is still has its share, as in training.
+        bare_RV = scores_RV if any(row.has_penalties for row in rows) else logits_RV
+        shaped_RV = shaped(bare_RV, [row.sampling for row in rows])
+        logits_RV = paddle.where(_column(modes, bool), shaped_RV, logits_RV)
     logprobs_RV = F.log_softmax(logits_RV, axis=-1)
     own_R1 = paddle.take_along_axis(logprobs_RV, token_R.unsqueeze(1), axis=1)
-    tops = [x.numpy() for x in paddle.topk(logprobs_RV, max(1, *wanted), axis=-1)]
+    # Of the token alone no others are searched.
+    most = max(wanted)
+    tops = (
+        [x.numpy() for x in paddle.topk(logprobs_RV, most, axis=-1)]
+        if most
+        else [[[]] * len(rows)] * 2
+    )
     choices = []
     for row, token, own, values, ids in zip(rows, tokens, own_R1[:, 0].numpy(), *tops, strict=True):
         if (count := row.sampling.logprobs) is None:
             choices.append(ChosenToken(int(token)))
             continue
-        top = zip(ids[:count].tolist(), values[:count].tolist(), strict=True)
+        top = zip([*map(int, ids[:count])], [*map(float, values[:count])], strict=True)
         choices.append(ChosenToken(int(token), float(own), tuple(top)))
     return choices
 

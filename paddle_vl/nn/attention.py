@@ -380,6 +380,9 @@ class RowPool:
         """What the pools of all layers share."""
         return self.paged
 
+    def fork(self, row: int, rows: Sequence[int]) -> None:
+        """Copy what is kept of a row beside its keys to other rows."""
+
 
 @operation
 def paged_attention(q_RNH: Tensor, key_MKH: Tensor, value_MKH: Tensor, paged: PagedKeys) -> Tensor:

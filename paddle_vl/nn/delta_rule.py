@@ -26,6 +26,7 @@ Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks, https://arxiv.org/abs
 torch_chunk_gated_delta_rule and Qwen3_5GatedDeltaNet of HF transformers, modeling_qwen3_5.py.
 """
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -410,6 +411,13 @@ class DeltaPool(RowPool):
     @state_BNCV.setter
     def state_BNCV(self, new: Tensor) -> None:
         self._put("state", new)
+
+    def fork(self, row: int, rows: Sequence[int]) -> None:
+        numbers = device_tensor(np.array(rows, dtype=np.int64))
+        for memory in self._memories.values():
+            paddle.scatter_(
+                memory, numbers, memory[row : row + 1].expand([len(rows), *memory.shape[1:]])
+            )
 
     def _taken(self, name: str) -> Tensor | None:
         if self.paged.begins:

@@ -56,27 +56,31 @@ class TargetRows(NamedTuple):
         targets: `[R]` int64; `IGNORE_INDEX` counts as none.
         weights: `[R]` float32 factors of the rows in the loss; None for 1.
         sources: of the rows; None for no sums by source.
+        entropy_weights: `[R]` float32, factors of the rows' entropies in what has gradients; None
+            for none.
     """
 
     rows: Tensor
     targets: Tensor
     weights: Tensor | None = None
     sources: TargetSources | None = None
+    entropy_weights: Tensor | None = None
 
     def part(self, begin: int, end: int) -> "TargetRows":
         """Some rows; their losses are added to the same sums by source."""
-        weights, sources = self.weights, self.sources
+        weights, sources, of_entropy = self.weights, self.sources, self.entropy_weights
         return TargetRows(
             slice_axis(self.rows, begin, end),
             slice_axis(self.targets, begin, end),
             None if weights is None else slice_axis(weights, begin, end),
             sources and sources._replace(numbers=slice_axis(sources.numbers, begin, end)),
+            None if of_entropy is None else slice_axis(of_entropy, begin, end),
         )
 
 
 class TokenStatistics(NamedTuple):
     """What a head says of rows with a target, `[R]` float32 each, 0 where the target is
-    `IGNORE_INDEX`. Only the log-probabilities have a gradient.
+    `IGNORE_INDEX`. Only the log-probabilities and the entropy have a gradient.
 
     Attributes:
         log_probs: of the targets.
@@ -121,14 +125,22 @@ def head_loss(
 
 
 def head_log_probs(
-    head: AdaptableLinear, x_TD: Tensor, targets: TargetRows, vocabulary: Vocabulary
+    head: AdaptableLinear,
+    x_TD: Tensor,
+    targets: TargetRows,
+    vocabulary: Vocabulary,
+    temperature: float = 1.0,
 ) -> TokenStatistics:
-    """Log-probabilities of the targets, and statistics of their rows; see `head_loss`."""
+    """Log-probabilities of the targets, and statistics of their rows; see `head_loss`.
+
+    Args:
+        temperature: divides the logits.
+    """
 
     def reduced(predict: Predict, rows: Sequence[Tensor], parameters: Sequence[Tensor]) -> Any:
-        chunks = _Chunks(predict, rows, parameters, targets, vocabulary)
-        log_probs, *others = _LogProbs.apply(chunks, *rows, *parameters)
-        return log_probs, *(value.detach() for value in others)
+        chunks = _Chunks(predict, rows, parameters, targets, vocabulary, temperature)
+        log_probs, entropy, *others = _LogProbs.apply(chunks, *rows, *parameters)
+        return log_probs, entropy, *(value.detach() for value in others)
 
     return TokenStatistics(*head(x_TD, reduced))
 
@@ -151,6 +163,22 @@ def head_choices(
         return -vocabulary.largest(-ids_R)
 
     return head(x_TD, reduced).astype("int64")
+
+
+def head_scores(
+    head: AdaptableLinear, x_TD: Tensor, rows_R: Tensor, vocabulary: Vocabulary
+) -> Tensor:
+    """The logits of all tokens after some rows, `[R, V]` float32 and the same on every mp rank. No
+    gradient; arguments as of `head_loss`."""
+
+    def reduced(predict: Predict, rows: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
+        own_RV = predict([paddle.index_select(x, rows_R) for x in rows], parameters)
+        own_RV, places = own_RV.astype("float32"), vocabulary.size
+        shares = [paddle.zeros_like(own_RV)] * places
+        shares[vocabulary.rank] = own_RV
+        return vocabulary.total(paddle.concat(shares, axis=1)) if places > 1 else own_RV
+
+    return head(x_TD, reduced)
 
 
 def summed_cross_entropy(
@@ -211,8 +239,10 @@ class _Chunks:
         parameters: Sequence[Tensor],
         targets: TargetRows,
         vocabulary: Vocabulary,
+        temperature: float = 1.0,
     ):
         self.predict, self.targets, self.vocabulary = predict, targets, vocabulary
+        self.temperature = temperature
         self.rows, self.parameters = list(rows), list(parameters)
         self.num_rows = targets.rows.shape[0]
         most = max(1, CHUNK_LOGITS // parameters[0].shape[0])
@@ -230,12 +260,17 @@ class _Chunks:
 
     def loss(self, chunk: TargetRows) -> Tensor:
         """The sum over the rows of a chunk."""
-        return summed_cross_entropy(self.logits(chunk), *chunk[1:], self.vocabulary)
+        return summed_cross_entropy(self.logits(chunk), *chunk[1:4], self.vocabulary)
 
     def logits(self, chunk: TargetRows) -> Tensor:
         """`[R, V]` of the rows of a chunk."""
         rows = [paddle.index_select(x, chunk.rows) for x in self.rows]
-        return self.predict(rows, self.parameters)
+        return self._cooled(self.predict(rows, self.parameters))
+
+    def _cooled(self, logits_RV: Tensor) -> Tensor:
+        if self.temperature == 1.0:
+            return logits_RV
+        return logits_RV.astype("float32") / self.temperature
 
     @paddle.no_grad()
     def statistics(self) -> tuple[Tensor, ...]:
@@ -257,9 +292,15 @@ class _Chunks:
             # New ones for every chunk: Paddle would add up their gradients in their own dtype.
             parameters = [_leaf(x.detach(), x.stop_gradient) for x in self.parameters]
             with paddle.enable_grad():
-                logits_RV = self.predict(rows, parameters)
-                loss = summed_cross_entropy(logits_RV, *chunk[1:], self.vocabulary)
-            loss.backward()
+                logits_RV = self._cooled(self.predict(rows, parameters))
+                loss = summed_cross_entropy(logits_RV, *chunk[1:4], self.vocabulary)
+            if chunk.entropy_weights is None:
+                loss.backward()
+            else:
+                slopes_RV = _entropy_slopes(logits_RV.detach(), self.vocabulary)
+                slopes_RV = slopes_RV.multiply_(chunk.entropy_weights.unsqueeze(1))
+                ends: Any = [loss, logits_RV], [None, slopes_RV.astype(logits_RV.dtype)]
+                paddle.autograd.backward(*ends)
             total += loss.detach()
             self._keep(chunk.rows, rows, parameters)
         # The arguments need not live until the backward pass.
@@ -317,16 +358,36 @@ class _LogProbs(PyLayer):
     @staticmethod
     def forward(ctx, chunks, *given):
         ctx.chunks, statistics = chunks, chunks.statistics()
-        ctx.mark_non_differentiable(*statistics[1:])
+        ctx.mark_non_differentiable(*statistics[2:])
+        ctx.set_materialize_grads(False)
         return statistics
 
     @staticmethod
-    def backward(ctx, grad_R, *_):
-        # The gradient of a sum of cross entropies with these weights.
+    def backward(ctx, grad_R, entropy_grad_R, *_):
+        # The gradient of a sum of cross entropies with these weights, and of entropies.
         chunks = ctx.chunks
-        chunks.targets = chunks.targets._replace(weights=-grad_R)
+        if entropy_grad_R is not None:
+            is_target_R = (chunks.targets.targets != IGNORE_INDEX).astype("float32")
+            entropy_grad_R = entropy_grad_R * is_target_R
+        if grad_R is None:
+            grad_R = paddle.zeros(chunks.targets.rows.shape)
+        chunks.targets = chunks.targets._replace(weights=-grad_R, entropy_weights=entropy_grad_R)
         chunks.with_gradients()
         return tuple(chunks.gradients(paddle.ones([])))
+
+
+def _entropy_slopes(logits_RV: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """`[R, V]` float32, the derivatives of each row's entropy by this rank's logits:
+    -p (log p + H)."""
+    shifted_RV = logits_RV.astype("float32")
+    shifted_RV = shifted_RV - vocabulary.largest(shifted_RV.max(axis=1)).unsqueeze(1)
+    weights_RV = shifted_RV.exp()
+    sums = [weights_RV.sum(axis=1), (weights_RV * shifted_RV).sum(axis=1)]
+    total_R, weighted_R = vocabulary.total(paddle.stack(sums))
+    mean_R1 = (weighted_R / total_R).unsqueeze(1)
+    # In place, as each array of a chunk counts.
+    slopes_RV = weights_RV.divide_(total_R.unsqueeze(1))
+    return slopes_RV.multiply_(shifted_RV.scale_(-1.0).add_(mean_R1))
 
 
 def _statistics_of(logits_RV: Tensor, targets_R: Tensor, vocabulary: Vocabulary) -> TokenStatistics:

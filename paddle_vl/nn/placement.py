@@ -237,8 +237,8 @@ class RegionOps:
             tower: what `encode` runs.
             merge: side of the square of patches that makes one row.
             width, num_levels: D and G of the result, `[M, D]` and G times `[M, D]`.
-            rows_of_ranks: numbers of the rows that each rank of `Context` and mp gets, each row at
-                most once; None for all.
+            rows_of_ranks: numbers of the rows that each rank of `Context` and mp gets; None for
+                all.
             has_own_only: whether the patches are those of `own_items` alone; of a black row where
                 this rank has no item and its layers are collective.
         """

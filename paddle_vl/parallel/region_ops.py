@@ -305,7 +305,10 @@ class _SendRows(PyLayer):
         # Rows arrive by their owners.
         arrival = np.argsort(owners, kind="stable")
         ctx.arrival, ctx.group = device_tensor(arrival), group
-        ctx.sent, ctx.shape = device_tensor(place_M[np.concatenate(sent)]), own_MC.shape
+        places = place_M[np.concatenate(sent)]
+        ctx.sent, ctx.shape = device_tensor(places), own_MC.shape
+        # Samples that share an image get its rows several times.
+        ctx.is_once = len(np.unique(places)) == len(places)
         ctx.sizes = [*map(len, sent)], np.bincount(owners, minlength=group.nranks).tolist()
         rows = all_to_all(paddle.index_select(own_MC, ctx.sent), *ctx.sizes, group)
         return paddle.index_select(rows, device_tensor(np.argsort(arrival)))
@@ -316,7 +319,9 @@ class _SendRows(PyLayer):
         rows = paddle.index_select(grad, ctx.arrival)
         rows = all_to_all(rows, arriving, leaving, ctx.group)
         zeros_MC = paddle.zeros(ctx.shape, dtype=grad.dtype)
-        return paddle.scatter_(zeros_MC, ctx.sent, rows) if sum(leaving) else zeros_MC
+        if not sum(leaving):
+            return zeros_MC
+        return paddle.scatter_(zeros_MC, ctx.sent, rows, overwrite=ctx.is_once)
 
 
 class _GatherUneven(PyLayer):

@@ -13,16 +13,17 @@ from paddle_vl.train.reporting.answer_pictures import drawn, evenly
 from paddle_vl.train.reporting.run_files import PREDICTIONS_FILE
 
 _SHOWN = 24
+_NEWLINE, _BREAK = "\n", "<br>"
 _KEYS = ("sample", "prompt", "expected", "answer", "is_exact")
 
 
-def read_predictions(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's predictions.jsonl; empty without the file.
+def read_predictions(folder: Path, name: str = PREDICTIONS_FILE) -> list[dict[str, Any]]:
+    """The lines of a run's file of answers; empty without the file.
 
     Raises:
         RuntimeError: a line is not what `evaluate` writes.
     """
-    file = folder / PREDICTIONS_FILE
+    file = folder / name
     if not file.is_file():
         return []
     lines = []
@@ -51,10 +52,18 @@ def predictions_section(name: str, predictions: list[dict[str, Any]]) -> str:
     return fold(title, articles)
 
 
+def rollouts_section(name: str, groups: list[dict[str, Any]]) -> str:
+    """A foldable part of the page: groups of sampled answers, each behind its reward."""
+    if not groups:
+        return ""
+    return fold(f"Sampled answers of {name}, with rewards", "".join(map(_article, groups)))
+
+
 def _article(line: dict[str, Any]) -> str:
     pictures = "".join(_picture(source, line) for source in line.get("images", ()))
     rows = "".join(
-        f"<p><b>{key}</b> {escape(str(line[key]))}</p>" for key in ("prompt", "expected", "answer")
+        f"<p><b>{key}</b> {escape(str(line[key])).replace(_NEWLINE, _BREAK)}</p>"
+        for key in ("prompt", "expected", "answer")
     )
     kind = "right" if line["is_exact"] is True else "wrong"
     return (

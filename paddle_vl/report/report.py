@@ -13,7 +13,7 @@ from paddle_vl.report.actions import actions_section
 from paddle_vl.report.html import document, fold, table
 from paddle_vl.report.panels import Curve, Panel, panels_of
 from paddle_vl.report.pictures import draw_panels
-from paddle_vl.report.predictions import predictions_section
+from paddle_vl.report.predictions import predictions_section, rollouts_section
 from paddle_vl.report.runs import Run, read_runs, skipped_updates
 from paddle_vl.report.seeds import by_seed
 from paddle_vl.report.summary import tables_of
@@ -142,6 +142,7 @@ def _lower_half(runs: Sequence[Run]) -> str:
         content = note + (table(rows, head) if rows else "")
         tables.append(fold(one.title, content, is_open=not one.is_folded))
     shown = [predictions_section(run.name, run.predictions) for run in runs]
+    shown += [rollouts_section(run.name, run.rollouts) for run in runs]
     return "".join([*tables[:1], *shown, *tables[1:], actions_section(runs)])
 
 

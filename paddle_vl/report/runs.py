@@ -10,6 +10,7 @@ from paddle_vl.config.load import flatten, read_yaml
 from paddle_vl.report.predictions import read_predictions
 from paddle_vl.train.reporting.run_files import (
     METRICS_FILE,
+    ROLLOUTS_FILE,
     Line,
     MetricsFile,
     numbers_of,
@@ -92,6 +93,7 @@ class Run:
         starts: entries of run.json that belong to these metrics, oldest first.
         is_torn: whether the last line of metrics.jsonl is incomplete and left out.
         predictions: lines of predictions.jsonl.
+        rollouts: lines of rollouts.jsonl.
     """
 
     name: str
@@ -101,6 +103,7 @@ class Run:
     starts: list[dict[str, Any]]
     is_torn: bool
     predictions: list[dict[str, Any]] = field(default_factory=list)
+    rollouts: list[dict[str, Any]] = field(default_factory=list)
 
     def numbers(self, key: str) -> list[float]:
         """The numbers of a metric; empty without it."""
@@ -174,6 +177,7 @@ def _read_run(folder: Path, name: str) -> Run:
         _own_starts(read_starts(folder)),
         is_torn,
         read_predictions(folder),
+        read_predictions(folder, ROLLOUTS_FILE),
     )
 
 

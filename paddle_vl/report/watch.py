@@ -13,14 +13,19 @@ from threading import Lock
 from urllib.parse import parse_qs, urlsplit
 
 from paddle_vl.report.panels import panels_of
-from paddle_vl.report.predictions import PREDICTIONS_FILE
 from paddle_vl.report.report import page
 from paddle_vl.report.runs import CONFIG_FILE, read_runs
 from paddle_vl.report.seeds import by_seed
-from paddle_vl.train.reporting.run_files import ACTIONS_FILE, METRICS_FILE, RUN_FILE
+from paddle_vl.train.reporting.run_files import (
+    ACTIONS_FILE,
+    METRICS_FILE,
+    PREDICTIONS_FILE,
+    ROLLOUTS_FILE,
+    RUN_FILE,
+)
 
 HOST = "127.0.0.1"
-_FILES = (METRICS_FILE, RUN_FILE, CONFIG_FILE, PREDICTIONS_FILE, ACTIONS_FILE)
+_FILES = (METRICS_FILE, RUN_FILE, CONFIG_FILE, PREDICTIONS_FILE, ROLLOUTS_FILE, ACTIONS_FILE)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -34,6 +34,37 @@ from paddle_vl.train.step import Runner
 logger = logging.getLogger(__name__)
 
 
+def passes(
+    questions: Any,
+    ranks: SingleRank,
+    group: Sequence[Any],
+    counts: Sequence[int],
+    is_asked_DGR: np.ndarray,
+    choose: Callable[[Sequence[Any]], np.ndarray],
+) -> list[np.ndarray]:
+    """The tokens `[D, G, R]` that follow prompts, one pass after the other until all have ended.
+
+    Args:
+        questions: a `paddle_vl.families.vlm.answering.questions.PromptBatches`.
+        group: batches of this rank.
+        counts: prompts of each.
+        is_asked_DGR: of all ranks' rows.
+        choose: runs batches, and tells all ranks the tokens.
+    """
+    batches = [questions.begun(batch) for batch in group]
+    tokens, ended_DGR = list[np.ndarray](), ~is_asked_DGR
+    while True:
+        tokens.append(choose(batches))
+        ended_DGR = ended_DGR | np.isin(tokens[-1], questions.ends)
+        if ended_DGR.all() or len(tokens) == questions.max_new_tokens:
+            return tokens
+        own_GR = tokens[-1][ranks.data_rank]
+        batches = [
+            questions.continued(batch, tokens_R[:count])
+            for batch, tokens_R, count in zip(batches, own_GR, counts, strict=True)
+        ]
+
+
 class Answering:
     """Generates and scores the answers to a run's questions.
 
@@ -104,19 +135,12 @@ class Answering:
         for place, batch in enumerate(group):
             own[own_rank, place, : counts[place]] = np.array(batch["numbers"], np.int64) + 1
         numbers_DGR = np.reshape(self.ranks.totals(own.reshape(-1).tolist()), self._shape)
-        batches = [questions.begun(batch) for batch in group]
-        tokens, ended_DGR = list[np.ndarray](), numbers_DGR == 0
-        while True:
+
+        def choose(batches: Sequence[Any]) -> np.ndarray:
             chosen = self.runner.values(batches, lambda output: output.choices)
-            tokens.append(self._of_all_ranks(chosen, counts))
-            ended_DGR = ended_DGR | np.isin(tokens[-1], questions.ends)
-            if ended_DGR.all() or len(tokens) == questions.max_new_tokens:
-                break
-            own_GR = tokens[-1][own_rank]
-            batches = [
-                questions.continued(batch, tokens_R[:count])
-                for batch, tokens_R, count in zip(batches, own_GR, counts, strict=True)
-            ]
+            return self._of_all_ranks(chosen, counts)
+
+        tokens = passes(questions, self.ranks, group, counts, numbers_DGR > 0, choose)
         answers = {}
         for where in zip(*np.nonzero(numbers_DGR), strict=True):
             ids = [int(each[where]) for each in tokens]

@@ -57,8 +57,10 @@ from paddle_vl.train.reference import ComparingRunner, Reference
 from paddle_vl.train.reporting.device_peaks import device_peak
 from paddle_vl.train.reporting.metrics import evaluation_keys
 from paddle_vl.train.resume import changed_settings, check_pretrained, checkpoint_to_resume
+from paddle_vl.train.rollouts import RolloutFeed
 from paddle_vl.train.run_lock import RunLock
 from paddle_vl.train.schedule import RunLength, seed_everything
+from paddle_vl.train.split_sampling import SplitSampler
 from paddle_vl.train.step import Runner
 from paddle_vl.train.trainer import Trainer
 
@@ -169,7 +171,7 @@ def _build(
             "do not read the same data",
             "Give all machines the same data files",
         )
-    length = _length(config, loader)
+    length = _length(config, loader, family.updates_per_batch)
     peak_flops = device_peak(config.model.compute_dtype, config.logging.device_peak_tflops)
 
     has_evaluation, eval_loaders = family.eval_data is not None, {}
@@ -204,6 +206,19 @@ def _build(
         losses = combined(by_source, family.loss)
         return losses if answering is None or not asks else answering(losses, received)
 
+    feed, train = None, config.train
+    count_flops = None if peak_flops is None else family.flop_counter(model, engine.placed.trained)
+    if family.samples_answers:
+        rollouts = family.rollouts(model, built.collator)
+        parallel, sample = config.parallel, partial(rollouts.sampled, model)
+        # Layers that are whole on no rank, or gathered from several at every pass.
+        if model.placement.splits_parameters or parallel.sharding_stage == 3:
+            sample = SplitSampler(rollouts, runner, ranks, model.placement.ops.row_part.size)
+        feed = RolloutFeed(
+            loader, rollouts, sample, runner,
+            train.per_device_train_batch_size, train.gradient_accumulation_steps, length.steps,
+            ranks, config.logging.data_wait_warning_s, count_flops,
+        )  # fmt: skip
     trainer = Trainer(
         config,
         runner,
@@ -214,10 +229,11 @@ def _build(
         evaluate if has_evaluation else None,
         ranks,
         peak_flops,
-        None if peak_flops is None else family.flop_counter(model, engine.placed.trained),
+        count_flops,
         lock,
         built.save_streamed and partial(save_with, built.save_streamed),
         None if family.answers is None else _reference_checksum(family.answers, ranks),
+        feed,
     )
     scores = answering.questions.names if answering else ()
     keys = evaluation_keys(family.loss, eval_loaders, built.measure, scores)
@@ -226,7 +242,11 @@ def _build(
     if trainer.guard is not None:
         names = (getattr(entry, "name", None) for entry in config.data.eval)
         trainer.guard.check(keys, [name for name in names if name])
-    loader.while_waiting = trainer.check_data_wait
+    if feed is None:
+        loader.while_waiting = trainer.check_data_wait
+    else:
+        # Ranks leave together, between the answers to some prompts.
+        feed.received = lambda: trainer.stop.received
     if isinstance(engine.own_runner, ColocatedRunner):
         engine.own_runner.upcoming = trainer.feed.upcoming
     if checkpoint is not None:
@@ -387,7 +407,7 @@ def needed_memory(
     return needed(of_language) + needed(of_encoder, encoder_lanes=lanes)
 
 
-def _length(config: RunConfig, loader: PrefetchLoader) -> RunLength:
+def _length(config: RunConfig, loader: PrefetchLoader, updates_per_batch: float) -> RunLength:
     train = config.train
     if train.max_tokens is not None:
         return RunLength(tokens=train.max_tokens)
@@ -395,7 +415,7 @@ def _length(config: RunConfig, loader: PrefetchLoader) -> RunLength:
         return RunLength(train.max_steps)
     assert train.num_train_epochs is not None, "one of the three is set, see TrainConfig"
     batches = loader.batches_in(train.num_train_epochs)
-    num_steps = max(1, math.ceil(batches / train.gradient_accumulation_steps))
+    num_steps = max(1, math.ceil(batches * updates_per_batch))
     made = f"the {num_steps} steps that train.num_train_epochs {train.num_train_epochs} makes of"
     raise_problems(list(step_problems(train, num_steps, f"{made} this data")))
     return RunLength(num_steps)

@@ -8,6 +8,7 @@
       checkpoint-STEP/            model and processor files of HF, so that it loads as a model,
         optimizer.safetensors     arrays named `HF name/state`; split into several files with an
                                   index, as weights are, if large
+        rollouts.safetensors      answers that are being learned, of a run that learns from rewards
         trainer_state.json        step, counters, data position; see `TrainerState`
         config.yaml               configuration it was trained with
         manifest.json             sizes and checksums of all other files
@@ -160,6 +161,7 @@ class TrainerState:
     reference: str | None = None
     best: dict[str, Any] | None = None
     guard: dict[str, Any] | None = None
+    rollouts: dict[str, Any] | None = None
 
     @classmethod
     def read(cls, folder: Path) -> "TrainerState":

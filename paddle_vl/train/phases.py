@@ -29,6 +29,8 @@ class Phase(Enum):
 
     # Wait for the next batch.
     DATA_WAIT = "dataload_wait"
+    # Answers of the model to prompts, and the exchange of their rewards.
+    SAMPLING = "sampling"
     # Exchange of counts between hosts before the step, including the wait for the slowest rank.
     AGREEMENT = "agreement"
     # NumPy arrays of a batch to tensors.

@@ -87,6 +87,12 @@ class ComparingRunner:
     def values(self, batches: Sequence[Batch], of: Callable[[Any], Tensor]) -> list[Tensor]:
         return self._runner.values(batches, of)
 
+    def reference_values(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """`values` of the loss under the reference."""
+        assert self._reference is not None, "asked of a run that has one"
+        with self._reference.in_place():
+            return self.values(batches, self.loss.values)
+
     def _compared(
         self, batches: Sequence[Batch], summed: Callable[[Tensor], Tensor] | None
     ) -> list[Batch]:

@@ -262,8 +262,8 @@ def train_step(
 ) -> StepOutcome:
     """Train on the micro-batches of all ranks as one batch. All ranks call it together.
 
-    A micro-batch weighs as much as it counts in the divisors of the losses. A step whose losses
-    depend on no trained parameter updates nothing.
+    A micro-batch weighs as much as it counts in the divisors of the losses. A step that counts
+    nothing, or whose losses depend on no trained parameter, updates nothing.
 
     Args:
         micro_batches: this rank's.
@@ -292,11 +292,13 @@ def train_step(
         outcome, norm, reached = passes(batches, [])
         outcome = replace(outcome, is_repeated=True)
     own = optimizer.reached() if reached is None else reached
-    if norm == 0.0 and not own.any():
+    # None where no answer has anything to learn from.
+    has_counts = any(totals.counts)
+    if has_counts and norm == 0.0 and not own.any():
         # As of text alone, where the tower alone is trained.
         if ranks.is_main:
             _tell_of_idle_steps()
-    elif not isnan(norm):
+    elif has_counts and not isnan(norm):
         with phase(Phase.OPTIMIZER):
             optimizer.update(learning_rate, norm, reached)
     with phase(Phase.CLEARING):

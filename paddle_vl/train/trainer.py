@@ -38,8 +38,9 @@ from paddle_vl.train.reporting.metrics import (
     evaluation_entries,
 )
 from paddle_vl.train.reporting.reporter import Reporter, memory_in_use
-from paddle_vl.train.reporting.run_files import ACTIONS_FILE
+from paddle_vl.train.reporting.run_files import ACTIONS_FILE, ROLLOUTS_FILE
 from paddle_vl.train.reporting.run_record import RunRecord
+from paddle_vl.train.rollouts import RolloutFeed
 from paddle_vl.train.run_lock import RunLock
 from paddle_vl.train.saving.checkpoint_writer import FINAL, CheckpointWriter
 from paddle_vl.train.saving.commit import Fill
@@ -73,6 +74,7 @@ class Trainer:
         lock: lock of the output folder, released when the run ends.
         save_streamed: see `BuiltModel`.
         reference_checksum: see `Family`.
+        feed: in place of one that takes the batches of `data`.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Trainer:
         lock: RunLock | None = None,
         save_streamed: Fill | None = None,
         reference_checksum: str | None = None,
+        feed: RolloutFeed | None = None,
     ):
         self.config, self.runner, self.optimizer = config, runner, optimizer
         self.data, self.length, self.num_steps = data, length, length.steps
@@ -102,7 +105,7 @@ class Trainer:
         self.writer = CheckpointWriter(self.output_dir, config.train, ranks)
         self.trace = StepTrace(config.train.profile, self.output_dir, ranks.rank)
         self.meter = StepMeter(runner.loss, peak_flops, getattr(data, "target_sources", ()))
-        self.feed = BatchFeed(
+        self.feed = feed or BatchFeed(
             data,
             config.train.gradient_accumulation_steps,
             length.steps,
@@ -120,7 +123,7 @@ class Trainer:
         self.guard = Guard(config.train.guard) if config.train.guard else None
         # Position after the last trained step, not after the last prefetched batch.
         self._data_place = DataPlace.of(data)
-        self._data_state = self._data_place.state
+        self._data_state, self._feed_state = self._data_place.state, self.feed.state()
         self._rate = 0.0
         # Steps since the last report that were repeated with exact sizes.
         self._num_repeated = 0
@@ -161,6 +164,7 @@ class Trainer:
         if "lanes" in state.data and state.data.get("step") != batches:
             raise ValueError(f"data: step is {state.data.get('step')!r}, not {batches} batches")
         self.feed.continue_at(self.step, state.data)
+        self.feed.restore(folder, state.rollouts)
         self._data_place = DataPlace.of(self.data)
         self._owes_evaluation = state.owes_evaluation and self.evaluate is not None
         if self.best is not None and state.best is not None:
@@ -347,7 +351,7 @@ class Trainer:
         entries |= reported_rates(self.config.train, self._rate)
         if self.tokens:
             entries["tokens"] = self.tokens
-        entries |= self.sources.entries()
+        entries |= self.sources.entries() | self.feed.entries()
         if getattr(self.config.parallel, "expert_capacity_factor", None) is not None:
             entries["repeated_steps"], self._num_repeated = self._num_repeated, 0
             if entries["repeated_steps"] and ranks.is_main:
@@ -368,8 +372,11 @@ class Trainer:
 
         def check(values: dict[str, Any], line: dict[str, Any]) -> None:
             check_skipped(values, line, self.config.train.max_nonfinite_steps, self.output_dir)
+            self.feed.check(line)
 
         self.reporter.collect(self.step, own, line, check)
+        if ranks.is_main:
+            self.reporter.show(self.step, self.feed.shown(), ROLLOUTS_FILE)
 
     def _evaluate(self) -> None:
         """Report the evaluation losses; after a stop signal the resumed run evaluates instead."""
@@ -380,8 +387,9 @@ class Trainer:
         if losses is None:
             self.stop_signal = self.ranks.agree([], self.stop.received)[1]
             return
-        logger.info("step %d: eval loss %.4f", self.step, losses.loss)
         entries, holds = evaluation_entries(losses), True
+        if "eval_loss" in entries:
+            logger.info("step %d: eval loss %.4f", self.step, losses.loss)
         if self.guard is not None:
             holds, drops = self.guard.add(self.step, entries, self.ranks)
             entries |= drops
@@ -493,6 +501,7 @@ class Trainer:
         # In a mix of sources each rank knows its own lanes.
         in_lanes = "lanes" in state
         self._data_state = merged_states(self.ranks.gathered(state)) if in_lanes else state
+        self._feed_state = self.feed.state()
         # Older ones stay while updates are skipped; and reading back takes time.
         prunes = not (skipped or is_stopping)
         best = None if self.best is None else self.best.folder
@@ -521,6 +530,10 @@ class Trainer:
             state["best"] = asdict(self.best.state)
         if self.guard is not None:
             state["guard"] = asdict(self.guard.state)
+        if self._feed_state is not None:
+            self.feed.write(folder, self._feed_state)
+            plain = self._feed_state.items()
+            state["rollouts"] = {name: value for name, value in plain if name != "arrays"}
         if self.reference_checksum is not None:
             state["reference"] = self.reference_checksum
         checkpoints.save_state(folder, state)

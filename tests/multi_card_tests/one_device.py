@@ -38,6 +38,8 @@ from tests.support.finished_runs import (
 )
 from tests.support.launch import launch
 from tests.support.preference_runs import write_preference_run
+from tests.support.rollout_runs import GIVEN, given_rollouts, write_rollout_run
+from tests.support.sampled_runs import SAMPLED, write_sampled_run
 from tests.support.tolerance import TOPOLOGY
 from tests.support.topology_runs import (
     CP,
@@ -250,6 +252,13 @@ PAIRS = (
 )
 MPO = "preference.loss_type=[sigmoid, bco_pair, sft]"
 ALL_LINEAR_DORA = "model.lora={r: 2, target_modules: [all-linear], use_dora: true}"
+# Answers that are given, with old log-probabilities, those of a sampler and a reference.
+GIVEN_ANSWERS = (
+    *("train.objective=grpo", "model.config=null", "model.pretrained=$RUN/base", *SAVED),
+    *("grpo.num_generations=2", "grpo.max_completion_length=8", "grpo.temperature=0.8"),
+    *("grpo.beta=0.04", "grpo.importance_sampling_mode=token_truncate", "train.learning_rate=0.05"),
+    "grpo.entropy_coef=0.01",
+)
 LORA = "model.lora={r: 2, target_modules: [all-linear], modules_to_save: [mergers], use_dora: true}"
 KTO = (
     *("preference.loss_type=[kto]", "train.learning_rate=0.05"),
@@ -315,6 +324,27 @@ _kto = replace(
     _pairs, settings=(*PAIRS, *KTO),
     samples=2, micro_batches=4, by_rank=True, shows=("kl",),
 )  # fmt: skip
+
+
+def _rollouts_of(model: dict[str, Any], *settings: str) -> Family:
+    """Of the answers of a micro-batch, the extremes depend on which they are."""
+    return Family(
+        functools.partial(write_rollout_run, model=model), (*GIVEN_ANSWERS, *settings),
+        tolerance=(1e-6, 4e-6), arrays=assert_near,
+        left_out=(
+            *("clip_ratio/low_min", "clip_ratio/high_max", "sampling/sampling_logp_difference/max"),
+            *(f"sampling/importance_sampling_ratio/{end}" for end in ("min", "max")),
+        ),
+        shows=("kl", "entropy", "clip_ratio/region_mean"), patch=(GIVEN, given_rollouts),
+    )  # fmt: skip
+
+
+_sampled = replace(
+    _rollouts_of(written.TINY), patch=None,
+    write=functools.partial(write_sampled_run, model=written.TINY),
+    settings=(*SAMPLED, *SAVED),
+    left_out=("clip_ratio/low_min", "clip_ratio/high_max", "sampling/"), shows=("kl", "reward"),
+)  # fmt: skip
 _towers = Family(written.colocated, EVALUATED, micro_batches=4)
 _arm = Family(written.policy, (*ARM, AGREED), checks=(policy_is_one_file,))
 _pipelined = replace(_arm, settings=(*ARM, AGREED, NO_ACTIONS), samples=1, micro_batches=6)
@@ -371,6 +401,24 @@ FAMILIES: dict[str, Family] = {
     "rated, same answers": replace(
         _kto, write=written.rated_alike, left_out=(*_kto.left_out, "eval_")
     ),
+    # Sums over tokens, means and products over answers, which slices and stages have parts of.
+    "rollouts": _rollouts_of(written.TINY),
+    "rollouts, answers' ratios": _rollouts_of(
+        written.TINY, "grpo.loss_type=grpo", "grpo.importance_sampling_level=sequence",
+        "grpo.off_policy_mask_threshold=0.1", "grpo.importance_sampling_mode=sequence_mask",
+    ),
+    # Answers that the run samples, learned in four updates each.
+    "sampled": _sampled,
+    # Ranks have unequal shares of what is kept.
+    "sampled, filtered": replace(
+        _sampled, settings=(*_sampled.settings, "grpo.dynamic_sample=true"),
+    ),
+    "sampled, experts": replace(
+        _sampled, write=functools.partial(write_sampled_run, model=written.FEW_EXPERTS)
+    ),
+    "rollouts, lora": _rollouts_of(written.TINY, "grpo.loss_type=dr_grpo", LORA),
+    # The balance loss is a mean over micro-batches, which are the same in a pipeline.
+    "rollouts, experts": _rollouts_of(written.FEW_EXPERTS),
     # Weighted sources; lanes of a checkpoint continue after it.
     "corpus": Family(
         written.weighted_corpus,
@@ -430,6 +478,31 @@ def _rows(
         yield Row(family, ranks, name.replace("_", " "), topology, then, heavy)
 
 
+ROLLOUTS = [
+    *_rows("rollouts", "", False, mp2=(2, *MP2), sharding2_stage_3=(2, *SHARDING, STAGE_3)),
+    *_rows(
+        "rollouts", ITSELF,
+        dp2=(2, *DP2), pp2=(2, *PP), sharding2=(2, *SHARDING),
+        sharding2_stage_2=(2, *SHARDING, STAGE_2),
+    ),
+    *_rows("sampled", ITSELF, False, dp2=(2, *DP2)),
+    *_rows("sampled", "", False, mp2=(2, *MP2)),
+    *_rows(
+        "sampled", ITSELF,
+        pp2=(2, *PP), cp2=(2, *CP), sharding2_stage_3=(2, *SHARDING, STAGE_3),
+        dp2_mp2=(4, *DP2, *MP2),
+    ),
+    *_rows("sampled, filtered", dp2=(2, *DP2)),
+    *_rows("sampled, experts", mp2_ep2=(2, *MP2, EP2)),
+    *_rows("rollouts, answers' ratios", "", False, cp2=(2, *CP)),
+    *_rows("rollouts, answers' ratios", dp2_mp2=(4, *DP2, *MP2), pp2=(2, *PP)),
+    *_rows("rollouts, lora", "", False, pp2=(2, *PP)),
+    *_rows(
+        "rollouts, lora",
+        dp2=(2, *DP2), mp2=(2, *MP2), sharding2_stage_3=(2, *SHARDING, STAGE_3),
+    ),
+    *_rows("rollouts, experts", pp2=(2, *PP), mp2_ep2=(2, *MP2, EP2)),
+]  # fmt: skip
 CONVERSATIONS = [
     Row("mixed", 4, "mp2 pp2", [*MP2, *PP], [*DP2, *SHARDING, STAGE_3]),
     *_rows(

@@ -1,11 +1,11 @@
-"""Training of conversations, documents, preferences and captions on several ranks.
+"""Training of conversations, documents, preferences, captions and given answers on several ranks.
 
 Guarantees: each row of `one_device` is what one device does.
 """
 
 import pytest
 
-from tests.multi_card_tests.one_device import CONVERSATIONS, rows, taking
+from tests.multi_card_tests.one_device import CONVERSATIONS, ROLLOUTS, rows, taking
 
 
 @pytest.fixture(scope="module")
@@ -13,6 +13,6 @@ def take(tmp_path_factory):
     return taking(tmp_path_factory)
 
 
-@rows(CONVERSATIONS)
+@rows([*CONVERSATIONS, *ROLLOUTS])
 def test_a_run_equals_one_device(take, row):
     take(row)

@@ -27,7 +27,10 @@ ALLOWED = {
     "generation": {"files"},
     "data": {"batch", "config", "files", "threads"},
     # A family gets objects of the trainer and the parallel code as arguments.
-    "families": {"nn", "batch", "config", "compat", "files", "checkpoint", "generation", "data"},
+    "families": {
+        *("nn", "batch", "config", "compat", "files", "checkpoint", "generation", "data"),
+        "threads",
+    },
     # `writing` and the programs of families are for exporting; `load` imports no model code.
     "export": {
         *("families", "nn", "batch", "data", "generation"),

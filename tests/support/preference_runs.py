@@ -20,12 +20,7 @@ def write_preference_run(folder: Path, num_samples: int, model: dict[str, Any] =
     """Pairs with two images, one, none, or one for each answer, of different lengths; the same rows
     rated, as `rated.jsonl`; the base model in `base`."""
     run_file = write_tiny_run(folder, num_samples, model)
-    processor = VLProcessor.from_pretrained(run_file.with_name("processor"))
-    # Whatever ran before: the same weights would be another run's reference too.
-    paddle.seed(zlib.crc32(str(folder).encode()))
-    model_class = family_of(model).model_class()
-    base = model_class.from_config(model_config(model_class.config_class, model, processor))
-    base.save_pretrained(run_file.with_name("base"))
+    write_base(run_file, model)
     lines = run_file.with_name("train.jsonl").read_text().splitlines()
     pairs, rated = [], []
     for number, record in enumerate(map(json.loads, lines)):
@@ -46,6 +41,16 @@ def write_preference_run(folder: Path, num_samples: int, model: dict[str, Any] =
     write_records(run_file.with_name("test.jsonl"), pairs[:5])
     write_records(run_file.with_name("rated.jsonl"), rated)
     return run_file
+
+
+def write_base(run_file: Path, model: dict[str, Any]) -> None:
+    """Write the base model of a run beside its file."""
+    processor = VLProcessor.from_pretrained(run_file.with_name("processor"))
+    # Whatever ran before: the same weights would be another run's reference too.
+    paddle.seed(zlib.crc32(str(run_file.parent).encode()))
+    model_class = family_of(model).model_class()
+    base = model_class.from_config(model_config(model_class.config_class, model, processor))
+    base.save_pretrained(run_file.with_name("base"))
 
 
 def base_settings(run_file: Path) -> list[str]:

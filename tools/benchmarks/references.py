@@ -2,12 +2,13 @@
 
     PYTHON tools/benchmarks/references.py hf CONFIG STEPS THREADS [--tokens N]
     PYTHON tools/benchmarks/references.py opentau CONFIG PROCESSOR STEPS THREADS
+    PYTHON tools/benchmarks/references.py trl FOLDER STEPS THREADS
 
-`step.py` and `answers.py` run it with `--against PYTHON`, an interpreter that has torch, PyYAML and
-transformers (sdpa), or opentau; nothing of paddle_vl is imported. With `--tokens` HF answers
-prompts. OpenTau casts to bfloat16 by a function of each of its modules, which float32 takes the
-place of here; its tokenizer of the Hub is replaced by the made-up data's own, so that the texts
-have the same lengths.
+`step.py`, `answers.py` and `rewards.py` run it with `--against PYTHON`, an interpreter that has
+torch, PyYAML and transformers (sdpa), opentau or trl; nothing of paddle_vl is imported. With
+`--tokens` HF answers prompts. OpenTau casts to bfloat16 by a function of each of its modules, which
+float32 takes the place of here; its tokenizer of the Hub is replaced by the made-up data's own, so
+that the texts have the same lengths.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import resource
 import statistics
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -254,10 +256,108 @@ def of_opentau(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def update_speed(clocks: Sequence[tuple[float, float]], counts: Path) -> dict[str, float]:
+    """Medians over updates, without those that warm up, of sampled tokens per second.
+
+    Args:
+        clocks: processor time and time at the start and behind every update.
+        counts: file with a line of sampled tokens for each update.
+    """
+    tokens = [int(line) for line in counts.read_text().split()]
+    rates = [
+        [count / (end - begin) for begin, end in zip(*pair, strict=True)]
+        for count, pair in zip(tokens, pairwise(clocks), strict=True)
+    ][WARM_UP:]
+    cpu, clock = map(statistics.median, zip(*rates, strict=True))
+    return {"cpu": cpu, "clock": clock, "tokens": statistics.median(tokens[WARM_UP:])}
+
+
+def vision_processor(folder: Path) -> Any:
+    """HF's processor of a folder, without torchvision, which videos alone would need."""
+    from transformers import (  # pyright: ignore[reportMissingImports]
+        AutoTokenizer,
+        Qwen2VLImageProcessorPil,
+        Qwen3VLProcessor,
+    )
+
+    class Processor(Qwen3VLProcessor):
+        def check_argument_for_proper_class(self, *_: Any) -> None:
+            """No video processor is fine."""
+
+    images = Qwen2VLImageProcessorPil.from_pretrained(folder)
+    template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return Processor(images, tokenizer, None, chat_template=template)
+
+
+def of_trl(options: argparse.Namespace) -> dict[str, Any]:
+    """Updates of TRL's GRPOTrainer on the folder that `rewards.py` has written."""
+    import runpy
+
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers  # pyright: ignore[reportMissingImports]
+    import trl  # pyright: ignore[reportMissingImports]
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
+    from PIL import Image
+
+    folder = Path(options.folder)
+    given = json.loads((folder / "settings.json").read_text())
+    counts = folder / "counts.txt"
+    counts.unlink(missing_ok=True)
+    rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    prompts = []
+    for row in rows:
+        text = row["messages"][0]["content"].removeprefix("<image>")
+        images = [Image.open(name).convert("RGB") for name in row["images"]]
+        prompts.append({"prompt": [{"role": "user", "content": text}], "images": images})
+    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(
+        folder / "model", attn_implementation="sdpa", dtype=torch.float32
+    )
+    clocks: list[tuple[float, float]] = []
+
+    class Clock(transformers.TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            if not clocks:
+                self.on_step_end()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            clocks.append((time.process_time(), time.perf_counter()))
+
+    config = trl.GRPOConfig(
+        output_dir=str(folder / "out_trl"),
+        max_steps=WARM_UP + options.steps,
+        per_device_train_batch_size=given["rows"],
+        num_generations=given["num_generations"],
+        max_completion_length=given["max_completion_length"],
+        learning_rate=given["learning_rate"],
+        weight_decay=given["weight_decay"],
+        lr_scheduler_type="constant",
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_strategy="no",
+    )
+    trainer = trl.GRPOTrainer(
+        model,
+        reward_funcs=runpy.run_path(str(folder / "reward.py"))["odd_share"],
+        args=config,
+        train_dataset=Dataset.from_list(prompts),
+        processing_class=vision_processor(folder / "model"),
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    versions = {each.__name__: each.__version__ for each in (torch, transformers, trl)}
+    return {**update_speed(clocks, counts), "versions": versions}
+
+
 # Functions of the references, and their arguments.
 REFERENCES = {
     "hf": (of_hf, {"config": str, "steps": int, "threads": int}),
     "opentau": (of_opentau, {"config": str, "processor": str, "steps": int, "threads": int}),
+    "trl": (of_trl, {"folder": str, "steps": int, "threads": int}),
 }
 
 

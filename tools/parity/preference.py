@@ -68,7 +68,7 @@ _LEFT_OUT = ("offset_alpha0.5", "orpo_trl")
 
 
 @dataclass(frozen=True)
-class _Array:
+class StoredArray:
     """A tensor of a checkpoint that is in memory."""
 
     values: np.ndarray
@@ -153,21 +153,24 @@ def reference_of(
 ) -> Reference:
     """The reference of a case: the model on disk with the tensors of a delta, or no adapter."""
     name = case.meta.get("model", "dense_untied")
-    stored: dict[str, Any] = {**checkpoint_tensors(golden.models[name])}
+    delta = None
     if has_delta and model.adapter is None:
-        delta = load_file(_beside(case, f"reference_delta.{name}.safetensors"))
-        stored |= {key: _Array(values) for key, values in delta.items()}
+        delta = _beside(case, f"reference_delta.{name}.safetensors")
+    return Reference(delta_values(model, golden.models[name], delta), MasterWeights([]))
+
+
+def delta_values(model: Any, folder: Path, delta: Path | None) -> Iterator[Any]:
+    """Each trained parameter with its value on disk, or in a file of some; of an adapter 0."""
+    stored: dict[str, Any] = {**checkpoint_tensors(folder)}
+    if delta is not None:
+        stored |= {key: StoredArray(values) for key, values in load_file(delta).items()}
     stored = model.checkpoint_map.tensors_as_here(stored, model.config)
-
-    def values() -> Iterator[Any]:
-        for items in by_parameter(model.stored_parameters()):
-            parameter = items[0].parameter
-            if is_low_rank(items[0].key):
-                yield parameter, 0 * parameter
-            elif not parameter.stop_gradient:
-                yield parameter, stored_value(items, stored)
-
-    return Reference(values(), MasterWeights([]))
+    for items in by_parameter(model.stored_parameters()):
+        parameter = items[0].parameter
+        if is_low_rank(items[0].key):
+            yield parameter, 0 * parameter
+        elif not parameter.stop_gradient:
+            yield parameter, stored_value(items, stored)
 
 
 def batch_of(
@@ -274,7 +277,7 @@ def _answers(golden: PreferenceFolders, case: PreferenceCase, report: CaseReport
         allowed = LOSS * abs(wanted["loss"]) + ANSWER * slope
         report.absolute("loss", name, total, allowed, wanted["loss"])
         _metrics(report, name, means, wanted["metrics"])
-        _gradients(report, case, name, *gradients(model), model.whole_shapes())
+        compare_gradients(report, case, name, *gradients(model), model.whole_shapes())
         for _, parameter in model.hf_named_parameters():
             parameter.clear_gradient(False)
     _log_probs(report, case, model, reference)
@@ -316,15 +319,25 @@ def _metrics(
             report.near("metrics", f"{name} {key}", found[key], LOSS, ANSWER, value)
 
 
-def _gradients(
+def compare_gradients(
     report: CaseReport,
-    case: PreferenceCase,
+    case: Any,
     name: str,
     found: Mapping[str, np.ndarray],
     norm: float,
     shapes: Mapping[str, tuple[int, ...]],
+    num_samples: int = _SAMPLES,
+    tolerance: float = GRADIENT,
+    knows_largest: bool = True,
 ) -> None:
-    report.relative("norm", name, norm, GRADIENT, case.meta["losses"][name]["grad_global_norm"])
+    """Compare norms, samples and full gradients of a loss of a case.
+
+    Args:
+        num_samples: entries that a case has of a larger tensor.
+        knows_largest: whether the largest entry is taken as one of these; else it is that of the
+            gradient found, as far as the norm allows.
+    """
+    report.relative("norm", name, norm, tolerance, case.meta["losses"][name]["grad_global_norm"])
     norms, samples = case.samples[f"{name}.norms"], case.samples[f"{name}.samples"]
     own_norms, begin = [], 0
     for number, key in enumerate(case.meta["trainable"]):
@@ -340,17 +353,19 @@ def _gradients(
             grad = grad.swapaxes(-1, -2)
         flat = grad.reshape(-1)
         places = np.arange(flat.size)
-        if flat.size > _SAMPLES:
-            places = np.arange(_SAMPLES) * (flat.size - 1) // (_SAMPLES - 1)
+        if flat.size > num_samples:
+            places = np.arange(num_samples) * (flat.size - 1) // (num_samples - 1)
         wanted = samples[begin : begin + len(places)]
         begin += len(places)
         if norms[number] > 1e-7 * norms.max():
             # Relative to the tensor's largest entry, of which the norm is a bound.
             largest = max(np.abs(wanted).max(), norms[number] / flat.size**0.5)
-            report.absolute("grads", f"{name} {key}", flat[places], GRADIENT * largest, wanted)
+            if not knows_largest:
+                largest = max(largest, min(np.abs(flat).max(), norms[number]))
+            report.absolute("grads", f"{name} {key}", flat[places], tolerance * largest, wanted)
             if full is not None:
-                report.relative("full", f"{name} {key}", grad, GRADIENT, full)
-    report.absolute("norms", name, own_norms, GRADIENT * norms.max(), norms)
+                report.relative("full", f"{name} {key}", grad, tolerance, full)
+    report.absolute("norms", name, own_norms, tolerance * norms.max(), norms)
 
 
 def _trajectories(

@@ -36,6 +36,14 @@ def gradients(model: Any) -> tuple[dict[str, np.ndarray], float]:
     return found, sum(float(np.square(g, dtype=np.float64).sum()) for g in found.values()) ** 0.5
 
 
+def weights(model: Any) -> dict[str, np.ndarray]:
+    """Every parameter of a model by its stored key."""
+    return {
+        item.key: item.layout.to_stored(item.of_own(array(item.parameter)))
+        for item in model.stored_parameters()
+    }
+
+
 @contextmanager
 def noisy_weights(seed: int) -> Iterator[None]:
     """Inside the block every weight that is read is off by a factor of 1 + 1e-7 times noise."""

@@ -19,11 +19,14 @@ from paddle_vl.data.sample_lengths import sample_lengths
 from paddle_vl.data.samples import Collator, SampleSource
 from paddle_vl.families.base import BuiltModel, Family, RankInfo
 from paddle_vl.families.flops import FlopCounter
+from paddle_vl.families.vlm.answering.questions import PromptCollator
 from paddle_vl.families.vlm.folders.processor_fit import (
     check_processor_fits,
     model_collator,
     model_config,
 )
+from paddle_vl.families.vlm.grpo.answers import SampledAnswers
+from paddle_vl.families.vlm.grpo.rollouts import Rollouts
 from paddle_vl.families.vlm.inputs.collate import (
     PackedCollator,
     PreparedCollator,
@@ -35,10 +38,10 @@ from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.open_data import open_conversations
 from paddle_vl.families.vlm.inputs.preference import PreferenceReader
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.inputs.prompts import PromptReader
 from paddle_vl.families.vlm.modeling.flops import VLFlops
 from paddle_vl.families.vlm.modeling.model import VLForConditionalGeneration
 from paddle_vl.families.vlm.preference.answers import ComparedAnswers
-from paddle_vl.families.vlm.preference.objective import PreferenceAdapter
 from paddle_vl.families.vlm.settings import PARTS, VLRun, processor_folder
 from paddle_vl.families.vlm.training.colocated import (
     ColocatedBatchAdapter,
@@ -131,6 +134,9 @@ class VLRecipe(Family):
         if config.compares_answers:
             train_data = cast(ConversationData, self.train_data)
             self.answers = ComparedAnswers(config, self.model_config, train_data, self._dataset)
+        elif config.learns_from_rewards:
+            self.answers = SampledAnswers(config, self.model_config, self.train_data)
+        if self.answers is not None:
             self.loss = self.answers.loss
             self.make_stage = self.answers.stages_of(self.make_stage)
 
@@ -141,7 +147,8 @@ class VLRecipe(Family):
         self.adapter_class: type[VLBatchAdapter] = VLBatchAdapter
         if self.config.parallel.schedule == "colocated":
             self.make_stage, self.adapter_class = ColocatedStage, ColocatedBatchAdapter
-        self.loss, self.answers = VLLoss(), None
+        self.loss: VLLoss = VLLoss()
+        self.answers: ComparedAnswers | SampledAnswers | None = None
 
     @property
     def sample_kind(self) -> str:
@@ -176,7 +183,7 @@ class VLRecipe(Family):
         model.generation_config = own.with_ends_of(self.processor.generation_config)
         adapter = self.adapter_class()
         if self.answers is not None:
-            adapter = PreferenceAdapter(adapter, self.answers.loss)
+            adapter = self.answers.adapter(adapter)
         return BuiltModel(
             model,
             adapter,
@@ -195,13 +202,22 @@ class VLRecipe(Family):
 
     def train_loader(self, collator: Collator, ranks: RankInfo) -> "PrefetchLoader | CorpusLoader":
         train = self.config.train
-        if not isinstance(self.train_data, ConversationData):
+        if isinstance(self.train_data, Corpus):
             size = train.per_device_train_batch_size
             rows = cast(VLCollator, collator)
             shard = (size, ranks.data_rank, ranks.data_size)
             loader = self.train_data.train_loader(rows, *shard, self._prepared)
             self._divide(loader)
             return loader
+        if self.samples_answers:
+            answers = cast(SampledAnswers, self.answers)
+            steps = answers.settings.steps_per_generation or train.gradient_accumulation_steps
+            rows = train.per_device_train_batch_size * steps
+            prompts: Any = answers.prompts
+            return super().loader(
+                *(prompts, list, ranks, rows // answers.settings.num_generations),
+                num_epochs=None, shuffle=True, drop_last=True, seed=train.seed,
+            )  # fmt: skip
         samples: Any = self.train_data
         packing, data = None, self.config.data
         if data.packing:
@@ -243,7 +259,7 @@ class VLRecipe(Family):
 
     def _prepared(self, collator: Any) -> PreparedCollator:
         vision = self.model_config.vision_config
-        if self.answers is not None:
+        if self.answers is not None and not isinstance(collator, PromptCollator):
             return self.answers.prepared(collator, vision)
         return PreparedCollator(collator, vision)
 
@@ -275,6 +291,24 @@ class VLRecipe(Family):
 
         return of_rank
 
+    @property
+    def samples_answers(self) -> bool:
+        return isinstance(self.answers, SampledAnswers) and self.answers.prompts is not None
+
+    @property
+    def updates_per_batch(self) -> float:
+        if not self.samples_answers:
+            return super().updates_per_batch
+        grpo, accumulation = self.config.grpo, self.config.train.gradient_accumulation_steps
+        steps = grpo.steps_per_generation or accumulation
+        return steps // accumulation * grpo.num_iterations
+
+    def rollouts(self, model: Model, collator: Collator) -> Rollouts:
+        """See `Family`."""
+        answers = cast(SampledAnswers, self.answers)
+        own_rows = self._own_rows(self.config.parallel.schedule == "plain")
+        return answers.rollouts(model, self.processor, collator, own_rows)
+
     def eval_loaders(self, collator: Collator, ranks: RankInfo) -> Mapping[str, PrefetchLoader]:
         if self.answers is not None:
             own, groups = self.answers.collator(collator), self.answers.groups.items()
@@ -298,7 +332,9 @@ class VLRecipe(Family):
 
     def _dataset(self, entries: Sequence[Any], measures: bool = False) -> ConversationData:
         config = self.config
-        reader = PreferenceReader if config.compares_answers else RowReader
+        reader: Any = PreferenceReader if config.compares_answers else RowReader
+        if config.learns_from_rewards:
+            reader = partial(PromptReader, is_asked=entries is config.data.eval)
         given = config.data, self.processor, config.train.seed, reader
         return open_conversations(entries, *given, measures)
 

@@ -12,6 +12,7 @@ from paddle_vl.config.parallel_settings import ParallelConfig, ReservedRows
 from paddle_vl.config.row_sources import RowFormat, RowSourceConfig, Strategy
 from paddle_vl.config.schema import DataConfig, LoRAConfig, ModelConfig, RunConfig, TrainConfig
 from paddle_vl.config.section import FilePath, OnlyWith, Section
+from paddle_vl.families.vlm.grpo.settings import GRPOConfig
 from paddle_vl.families.vlm.preference.settings import PreferenceConfig
 
 # Named groups of parameters for model.freeze and train.part_learning_rates, as patterns over HF
@@ -156,10 +157,10 @@ class VLTrainConfig(TrainConfig):
     eval: EvalConfig | None = None
     """generate answers in evaluations and score them, e.g. {metrics: [exact_match]}; {} for the
     defaults"""
-    objective: Literal["sft", "preference"] = "sft"
+    objective: Literal["sft", "preference", "grpo"] = "sft"
     """sft: the answers of conversations, or a pretraining mix; preference: which of two answers is
     better (DPO and others), or that single answers are good or bad (KTO), see the section
-    preference"""
+    preference; grpo: answers that the model samples, by their rewards, see the section grpo"""
 
 
 class VLParallelConfig(ParallelConfig):
@@ -197,6 +198,7 @@ class VLRun(RunConfig):
         *("data.packing", "data.packing_length", "data.max_vision_tokens_per_row"),
         "train.objective",
         *(f"preference.{name}" for name in PreferenceConfig.model_fields),
+        *(f"grpo.{name}" for name in GRPOConfig.model_fields),
     )
 
     model: VLModelConfig
@@ -204,11 +206,17 @@ class VLRun(RunConfig):
     parallel: VLParallelConfig = VLParallelConfig()
     train: VLTrainConfig
     preference: PreferenceConfig = PreferenceConfig()
+    grpo: GRPOConfig = GRPOConfig()
 
     @property
     def compares_answers(self) -> bool:
         """Whether samples are pairs of answers, or rated ones."""
         return self.train.objective == "preference"
+
+    @property
+    def learns_from_rewards(self) -> bool:
+        """Whether samples are answers of the model."""
+        return self.train.objective == "grpo"
 
     def of_reference(self) -> "VLRun":
         """A run whose whole model is the reference that this run compares with.
@@ -266,6 +274,7 @@ class VLRun(RunConfig):
 
     def problems(self) -> Iterator[str]:
         yield from self._preference_problems()
+        yield from self._grpo_problems()
         if self.train.eval is not None:
             if not self.data.eval:
                 yield "train.eval is set but data.eval lists no file: name the questions' files"
@@ -309,12 +318,12 @@ class VLRun(RunConfig):
             )
 
     def _preference_problems(self) -> Iterator[str]:
-        preference, data, model = self.preference, self.data, self.model
+        preference, data = self.preference, self.data
         if not self.compares_answers:
             if preference != PreferenceConfig():
                 yield (
-                    "preference has settings but train.objective is sft, which does not read them: "
-                    "set train.objective=preference, or remove them"
+                    f"preference has settings but train.objective is {self.train.objective}, which "
+                    "does not read them: set train.objective=preference, or remove them"
                 )
             return
         yield from preference.problems()
@@ -333,11 +342,7 @@ class VLRun(RunConfig):
             yield from self._reference_problems()
         elif preference.has_baseline:
             yield "preference.reference_free leaves kto nothing to compare with: remove it"
-        if model.lora is not None and model.lora.lora_dropout:
-            yield (
-                f"model.lora.lora_dropout is {model.lora.lora_dropout}, which would make "
-                "log-probabilities differ from the reference's by chance: remove it"
-            )
+        yield from self._dropout_problems()
         sizes = {
             "per_device_train_batch_size": not data.packing,
             "per_device_eval_batch_size": True,
@@ -348,6 +353,80 @@ class VLRun(RunConfig):
                     f"train.{name} is 1, but kto compares each answer with another one's prompt of "
                     "its micro-batch: set it to 2 or more"
                 )
+
+    def _dropout_problems(self) -> Iterator[str]:
+        lora = self.model.lora
+        if lora is not None and lora.lora_dropout:
+            yield (
+                f"model.lora.lora_dropout is {lora.lora_dropout}, which would make "
+                "log-probabilities differ from the reference's by chance: remove it"
+            )
+
+    def _grpo_problems(self) -> Iterator[str]:
+        grpo, data, model, parallel = self.grpo, self.data, self.model, self.parallel
+        if not self.learns_from_rewards:
+            if grpo != GRPOConfig():
+                yield (
+                    f"grpo has settings but train.objective is {self.train.objective}, which does "
+                    "not read them: set train.objective=grpo, or remove them"
+                )
+            return
+        ranks = parallel.dp_degree * parallel.sharding_degree // parallel.cp_degree
+        rows = self.train.per_device_train_batch_size * ranks
+        accumulation = self.train.gradient_accumulation_steps
+        yield from grpo.problems(rows, accumulation)
+        own, group = self.train.per_device_train_batch_size * accumulation, grpo.num_generations
+        if own % group:
+            yield (
+                f"an update has {own} answers of a data rank (train.per_device_train_batch_size x "
+                f"train.gradient_accumulation_steps), which groups of grpo.num_generations {group} "
+                f"do not fill: a rank samples whole groups; make it a multiple of {group}"
+            )
+        for name in ("packing", "train_on_prompt", "mask_history"):
+            if getattr(data, name):
+                yield (
+                    f"data.{name} is set, but with train.objective grpo the answers that the model "
+                    f"samples are learned, a row each: remove data.{name}"
+                )
+        if has_sources([*data.train, *data.eval]) or data.earlier_reasoning == "split":
+            yield (
+                "train.objective is grpo, for which data.train and data.eval name files of "
+                "prompts: no pretraining mix, and no data.earlier_reasoning=split"
+            )
+        if data.eval and self.train.eval is None:
+            yield (
+                "data.eval is set but train.eval is not, and prompts alone have no loss: set "
+                "train.eval, with which the model is asked"
+            )
+        yield from self._dropout_problems()
+        if parallel.cp_degree > 1 and grpo.top_entropy_quantile < 1:
+            yield (
+                f"grpo.top_entropy_quantile is {grpo.top_entropy_quantile} with parallel.cp_degree "
+                f"{parallel.cp_degree}: tokens of an answer are on several ranks, which know no "
+                "common quantile; set cp_degree=1"
+            )
+        if parallel.schedule == "colocated":
+            yield (
+                "parallel.schedule is colocated with train.objective grpo: its encoder ranks take "
+                "images of the next update while one runs, before they are known; use plain"
+            )
+        if parallel.sharding_gather_overlap:
+            yield (
+                "parallel.sharding_gather_overlap gathers parameters during the next update, but "
+                "with train.objective grpo answers are sampled before it: remove it"
+            )
+        if not grpo.has_reference:
+            return
+        if model.pretrained is None:
+            yield (
+                f"grpo.beta is {grpo.beta}, for which the reference is the model that the run "
+                "starts from, but model.pretrained is not set: set it, or grpo.beta=0"
+            )
+        if grpo.ref_model and (model.freeze or model.lora is not None):
+            yield (
+                "grpo.ref_model is set, but parts of the model are frozen (model.freeze, "
+                "model.lora) and would have to be equal in both: remove it"
+            )
 
     def _reference_problems(self) -> Iterator[str]:
         preference, model = self.preference, self.model

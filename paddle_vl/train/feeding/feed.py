@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import paddle
@@ -130,6 +131,27 @@ class BatchFeed:
                 # Raised by `next_step`: reports and checkpoints of the running step come first.
                 self._next = error
         return self._next.micro_batches if isinstance(self._next, FedStep) else []
+
+    def entries(self) -> dict[str, Any]:
+        """Entries of a metrics line."""
+        return {}
+
+    def check(self, line: dict[str, Any]) -> None:
+        """Raise an error for a metrics line with which the run cannot go on."""
+
+    def shown(self) -> list[dict[str, Any]]:
+        """Lines of predictions of this step."""
+        return []
+
+    def state(self) -> dict[str, Any] | None:
+        """What a checkpoint stores besides the place in the data. Called by all ranks."""
+
+    @staticmethod
+    def write(folder: Path, state: dict[str, Any]) -> None:
+        """Write what of a state is in files of its own."""
+
+    def restore(self, folder: Path, state: dict[str, Any] | None) -> None:
+        """Continue from the state of a checkpoint."""
 
     def close(self) -> None:
         """Stop loader and copies; prefetched micro-batches are dropped."""

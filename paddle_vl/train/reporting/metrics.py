@@ -351,7 +351,8 @@ class SourceTotals:
 
 def evaluation_entries(losses: MeanLosses) -> dict[str, float]:
     """Entries of a metrics line for an evaluation."""
-    line = {"eval_loss": losses.loss}
+    # Without losses, as of prompts alone, answers are scored.
+    line = {"eval_loss": losses.loss} if any(losses.counts.values()) else {}
     line |= {f"eval_{name}": value for name, value in losses.measured.items()}
     has_terms = len(losses.terms) > 1
     if has_terms:
@@ -377,7 +378,7 @@ def evaluation_keys(
         sources: of the evaluation data, or "".
         scores: of generated answers.
     """
-    ones = dict.fromkeys(loss.terms, 1)
+    ones = dict.fromkeys(loss.terms, int(bool([*sources])))
     each = MeanLosses(1.0, dict(ones), ones)
     found = {} if measure is None else measure.entries(np.ones_like(measure.sums))
     measured = {**found, **dict.fromkeys(scores, 1.0)}

@@ -58,19 +58,25 @@ def _plain(value: float, position: int | None) -> str:
 
 
 def draw_loss_curve(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw training and evaluation loss over steps into a PNG of 1280 x 800 pixels.
+    """Draw training and evaluation loss over steps into a PNG of 1280 x 800 pixels; of a run that
+    learns from rewards the reward, as its loss says nothing.
 
     Args:
         lines: lines of metrics.jsonl.
     """
     figure = new_figure(8, 5)
     axes = figure.add_subplot()
-    for key, label, style in (("loss", "training", "-"), ("eval_loss", "evaluation", "o-")):
+    has_rewards = any("reward" in line for line in lines)
+    curves = [("loss", "training", "-"), ("eval_loss", "evaluation", "o-")]
+    for key, label, style in [("reward", "reward", "-")] if has_rewards else curves:
         points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
-    # The loss falls by orders of magnitude in the first steps.
-    label_axes(axes, "Loss", "step", "nats per target token", is_log=True)
+    if has_rewards:
+        label_axes(axes, "Reward", "step", "mean of the answers")
+    else:
+        # The loss falls by orders of magnitude in the first steps.
+        label_axes(axes, "Loss", "step", "nats per target token", is_log=True)
     if axes.lines:
         axes.legend(frameon=False)
     with naming(path):

@@ -189,12 +189,14 @@ class Reporter:
         if pending is not None:
             pending[1](values, line)
 
-    def show(self, step: int, answers: Sequence[Mapping[str, Any]]) -> None:
-        """Write the answers of an evaluation to predictions.jsonl, and send some with pictures."""
+    def show(
+        self, step: int, answers: Sequence[Mapping[str, Any]], file: str = PREDICTIONS_FILE
+    ) -> None:
+        """Write answers to a file of the run, and send some with pictures."""
         if not (self._ranks.is_main and answers):
             return
         lines = "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in answers)
-        write_text(self._output_dir / PREDICTIONS_FILE, lines)
+        write_text(self._output_dir / file, lines)
         some = evenly(answers, _NUM_SENT)
         for writer in self._writers:
             writer.show(step, some)

@@ -22,6 +22,8 @@ RUN_FILE = "run.json"
 ACTIONS_FILE = "actions.json"
 # Answers of a run's model beside the expected ones.
 PREDICTIONS_FILE = "predictions.jsonl"
+# Groups of sampled answers with their rewards, of the last report.
+ROLLOUTS_FILE = "rollouts.jsonl"
 EVAL_PREFIX = "eval_"
 _REMEDY = "mend it, or move it away"
 Line = dict[str, Any]
@@ -110,6 +112,11 @@ class MetricGroup(NamedTuple):
 LOSS = MetricGroup("train", "Loss", re.compile(r"(^|_)loss$|^[A-Z]+$"))
 GROUPS = (
     LOSS,
+    MetricGroup(
+        "train",
+        "Rewards and answers",
+        re.compile(r"^(frac_)?reward|^pass@|^completions|^prompts/|^sampling/(sampling_|imp)"),
+    ),
     MetricGroup(
         "train",
         "Learning rate and gradient",

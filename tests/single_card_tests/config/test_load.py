@@ -13,6 +13,7 @@ from paddle_vl.config.load import load_run_config, save_run_config
 from paddle_vl.config.peer_names import NOT_NEEDED, PEERS, setting_for
 from paddle_vl.config.section import setting_descriptions
 from paddle_vl.config.validate import launch_problems
+from paddle_vl.families.vlm.grpo.rewards import Rewards
 from paddle_vl.families.vlm.settings import VLRun
 from paddle_vl.parallel import fleet_strategy
 from paddle_vl.parallel.degrees import TopologyPlan, plan_problems
@@ -197,7 +198,7 @@ def test_every_setting_has_a_description():
         for name, section in run.model_fields.items():
             for setting in section.annotation.model_fields:
                 assert f"{name}.{setting}" in descriptions
-        assert set(run.model_fields) - {"preference"} == plain
+        assert set(run.model_fields) - {"preference", "grpo"} == plain
 
 
 def test_fixed_settings_exist():
@@ -231,12 +232,14 @@ def test_every_setting_is_read_somewhere():
 def test_every_example_loads_and_its_ranks_add_up(path):
     config = load_run_config(path)
     launched = {"digits_4_processes": 4, "eight_gpus": 8, "one_node_8_gpus": 8, "two_nodes": 16}
-    launched |= {"mixture_64_gpus": 64}
+    launched |= {"mixture_64_gpus": 64, "grpo_8_gpus": 8}
     multiple = config.data.pad_to_multiple_of if isinstance(config, VLRun) else None
     plan = TopologyPlan(
         parallel_degrees(config), launched.get(path.stem, 1), pad_to_multiple_of=multiple
     )
     assert plan_problems(plan) == []
+    if isinstance(config, VLRun) and config.learns_from_rewards:
+        assert Rewards(config.grpo).names
 
 
 @pytest.fixture

@@ -1,8 +1,9 @@
 """The figures of the benchmarks are times of what they name.
 
-Guarantees: times that `step.py`, `colocated.py`, `answers.py`, `export.py` and `checkpoint.py`
-report are within a factor of 20 of another clock's around the same calls, which a wrong unit, a
-wrong divisor or two clocks would miss; the first answer, which warms up, is not among them.
+Guarantees: times that `step.py`, `colocated.py`, `answers.py`, `rewards.py`, `export.py` and
+`checkpoint.py` report are within a factor of 20 of another clock's around the same calls, which a
+wrong unit, a wrong divisor or two clocks would miss; the first answer, which warms up, is not among
+them.
 """
 
 import json
@@ -143,6 +144,25 @@ def test_an_answer_takes_as_long_as_the_clock_says(side, owner, first, further, 
         clocks = {{"first": statistics.median(firsts), "next": statistics.median(furthers)}}
         assert set(found) == {{f"{{w}} of {{n}}" for w in clocks for n in (1, 2)}}
         print(json.dumps({{n: (found[n], clocks[n.split()[0]]) for n in found}}))
+    """
+    check(figures(program, tmp_path))
+
+
+def test_an_update_of_rewards_takes_as_long_as_the_clock_says(digits, tmp_path):
+    (tmp_path / "data").symlink_to(digits)
+    program = """
+        import rewards
+        from paddle_vl.train.trainer import Trainer
+
+        read = answers.settings_of
+        answers.settings_of = lambda family: small(read(family))
+        given = rewards.write_inputs(sys.argv[1], 1, 4)
+        spent = watched(Trainer, "train_one_step")
+        found = rewards.measure(sys.argv[1], 1)
+        tokens = found["tokens"]
+        assert given["rows"] <= tokens <= 4 * given["rows"]
+        clock = statistics.median(spent[references.WARM_UP:])
+        print(json.dumps({name: (tokens / found[name], clock) for name in ("cpu", "clock")}))
     """
     check(figures(program, tmp_path))
 

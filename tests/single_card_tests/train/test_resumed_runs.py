@@ -23,6 +23,7 @@ from tests.single_card_tests.train.run_kinds import (
 from tests.single_card_tests.train.tiny_policy_run import PLANNER, write_tiny_policy_run
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.single_card_tests.train.whole_runs import assert_same_run, build
+from tests.support.sampled_runs import SAMPLED, write_sampled_run
 
 DROPS = ["model.lora.lora_dropout=0.3", "train.recompute=full"]
 DORA = ["model.lora.use_dora=true", "train.layer_decay={language: 0.8}"]
@@ -65,6 +66,11 @@ KINDS = {
     "packed": Kind(
         write_packed_run, ["data.packing=true", "data.packing_length=256"], WORKER,
         ["data.packing_length=300"], r"data\.packing_length: 256 -> 300",
+    ),
+    # In the middle of a generation, with log-probabilities of the policy that answered.
+    "rewards": Kind(
+        write_sampled_run, SAMPLED, WORKER,
+        ["grpo.num_generations=4"], r"grpo\.num_generations: 2 -> 4",
     ),
     "mix": Kind(write_corpus_run, [], ["data.num_workers=2"]),
     "average": Kind(

@@ -109,7 +109,7 @@ class BatchedModel:
         block_size: int,
         num_blocks: int,
         image_bytes: int,
-        adapters: Mapping[str, Path],
+        adapters: Mapping[str, Path] | None,
     ):
         if model.placement.splits_parameters:
             raise ValueError(
@@ -172,6 +172,11 @@ class BatchedModel:
             return None
         prompt.columns = None
         return self._model.lm_head(hidden_1LD[:, -1]).astype("float32")
+
+    def fork(self, row: int, rows: Sequence[int]) -> None:
+        """Give other rows what layers keep of a row beside keys, whose places they may share."""
+        for pool in self._pools:
+            pool.fork(row, rows)
 
     @paddle.no_grad()
     def advance(

@@ -83,13 +83,76 @@ class PromptCollator:
         return {"input_ids": ids_L, "labels": np.full_like(ids_L, IGNORE_INDEX)}
 
 
-class VLQuestions:
+class PromptBatches:
+    """Batches of prompts with caches, and of the tokens that follow, one by one.
+
+    Attributes:
+        ends: tokens that end an answer.
+        max_new_tokens: longest answer.
+
+    Args:
+        model: that answers.
+        collator: of training samples.
+        wanted: what a batch asks the model for.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        processor: VLProcessor,
+        collator: VLCollator,
+        max_new_tokens: int,
+        ends: Sequence[int],
+        wanted: str = "returns_choices",
+    ):
+        self.model, self.processor = model, processor
+        self.ends, self.max_new_tokens, self._wanted = [*ends], max_new_tokens, wanted
+        self._collator = PromptCollator(
+            replace(collator, padding_side="left", pad_to_multiple_of=1)
+        )
+
+    def idle_batch(self) -> VLBatch:
+        """A batch without numbers, for a rank that has no prompt left."""
+        return prepared(self._collator([self._collator.filler]))
+
+    def begun(self, batch: VLBatch) -> VLBatch:
+        """The batch as the model takes it, with caches; its output has `choices` `[B]`."""
+        rows, length = batch.input_ids.shape
+        caches = self.model.new_caches(length, length + self.max_new_tokens - 1)
+        return batch | (self._asked(np.arange(1, rows + 1) * length - 1) | {"caches": caches})
+
+    def continued(self, batch: VLBatch, tokens: np.ndarray) -> VLBatch:
+        """What follows such a batch after one more token of each prompt."""
+        mask_BS = batch.attention_mask
+        # Rows that nobody asks are last.
+        ids_B1 = np.full([len(mask_BS), 1], self.processor.pad_token_id, np.int64)
+        ids_B1[: len(tokens), 0] = tokens
+        follows: dict[str, Any] = {
+            "input_ids": ids_B1,
+            "attention_mask": np.concatenate([mask_BS, np.ones_like(ids_B1)], axis=1),
+            # The last token of a prompt is text, whose position is the highest.
+            "position_ids": batch.position_ids[:, :, -1:] + 1,
+            "has_left_padding": batch.has_left_padding,
+            "caches": batch.caches,
+            **self._asked(np.arange(len(mask_BS))),
+        }
+        if batch.real_row_indices is not None:
+            part = self.model.placement.ops.expert_part
+            follows["real_row_indices"] = part.of_numbers(np.arange(len(mask_BS)), len(mask_BS))
+            follows["num_real_rows"] = len(mask_BS)
+        return VLBatch(**follows)
+
+    def _asked(self, rows_B: np.ndarray) -> dict[str, Any]:
+        """Ask for what follows some token rows."""
+        targets = {"target_rows": np.stack([rows_B, np.zeros_like(rows_B)]), "num_target_tokens": 0}
+        return {**targets, self._wanted: True}
+
+
+class VLQuestions(PromptBatches):
     """Prompts whose answers an evaluation generates and scores, see `paddle_vl.train.answers`.
 
     Attributes:
         names: of the scores.
-        ends: tokens that end an answer.
-        max_new_tokens: longest answer.
 
     Args:
         model: that answers.
@@ -107,12 +170,9 @@ class VLQuestions:
         collator: VLCollator,
         make_loader: Any,
     ):
-        self.model, self.processor, self.settings = model, processor, settings
-        self.ends, self.max_new_tokens = processor.eos_token_ids, settings.max_new_tokens
-        self._make_loader = make_loader
-        self._collator = PromptCollator(
-            replace(collator, padding_side="left", pad_to_multiple_of=1)
-        )
+        most = settings.max_new_tokens
+        super().__init__(model, processor, collator, most, processor.eos_token_ids)
+        self.settings, self._make_loader = settings, make_loader
         self.questions: list[Question] = []
         count = len(data) if settings.num_samples is None else min(settings.num_samples, len(data))
         for place in range(count):
@@ -137,37 +197,6 @@ class VLQuestions:
         """This rank's batches of prompts, with the `numbers` of the prompts of the first rows."""
         return self._make_loader(self._prompts, self._collator, ranks, batch_size)
 
-    def idle_batch(self) -> VLBatch:
-        """A batch without numbers, for a rank that has no prompt left."""
-        return prepared(self._collator([self._collator.filler]))
-
-    def begun(self, batch: VLBatch) -> VLBatch:
-        """The batch as the model takes it, with caches; its output has `choices` `[B]`."""
-        rows, length = batch.input_ids.shape
-        caches = self.model.new_caches(length, length + self.max_new_tokens - 1)
-        return batch | (_asked(np.arange(1, rows + 1) * length - 1) | {"caches": caches})
-
-    def continued(self, batch: VLBatch, tokens: np.ndarray) -> VLBatch:
-        """What follows such a batch after one more token of each prompt."""
-        mask_BS = batch.attention_mask
-        # Rows that nobody asks are last.
-        ids_B1 = np.full([len(mask_BS), 1], self.processor.pad_token_id, np.int64)
-        ids_B1[: len(tokens), 0] = tokens
-        follows: dict[str, Any] = {
-            "input_ids": ids_B1,
-            "attention_mask": np.concatenate([mask_BS, np.ones_like(ids_B1)], axis=1),
-            # The last token of a prompt is text, whose position is the highest.
-            "position_ids": batch.position_ids[:, :, -1:] + 1,
-            "has_left_padding": batch.has_left_padding,
-            "caches": batch.caches,
-            **_asked(np.arange(len(mask_BS))),
-        }
-        if batch.real_row_indices is not None:
-            part = self.model.placement.ops.expert_part
-            follows["real_row_indices"] = part.of_numbers(np.arange(len(mask_BS)), len(mask_BS))
-            follows["num_real_rows"] = len(mask_BS)
-        return VLBatch(**follows)
-
     def scored(
         self, answers: Mapping[int, Sequence[int]]
     ) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -186,9 +215,3 @@ def asked_questions(
         return None
     data, processor = recipe.eval_data, recipe.processor
     return VLQuestions(model, data, processor, settings, collator, recipe.loader)
-
-
-def _asked(rows_B: np.ndarray) -> dict[str, Any]:
-    """Ask for the most likely tokens after some token rows."""
-    targets = {"target_rows": np.stack([rows_B, np.zeros_like(rows_B)]), "num_target_tokens": 0}
-    return {**targets, "returns_choices": True}

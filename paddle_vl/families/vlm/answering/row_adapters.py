@@ -31,8 +31,9 @@ class RowAdapters:
     """Gives the linears of a model the adapters of several folders.
 
     Args:
-        model: without adapters of its own.
-        folders: in PEFT's format, by the names that rows have for them.
+        model: with folders, without adapters of its own.
+        folders: in PEFT's format, by the names that rows have for them; None for a model that runs
+            as it is, with the adapters that it may have.
 
     Attributes:
         numbers: of the adapters by name; 0 is the base, None.
@@ -44,12 +45,13 @@ class RowAdapters:
         RuntimeError: files are missing or damaged.
     """
 
-    def __init__(self, model: Any, folders: Mapping[str, Path]):
-        if model.adapter is not None:
+    def __init__(self, model: Any, folders: Mapping[str, Path] | None):
+        if model.adapter is not None and folders is not None:
             raise ValueError(
                 "the model has an adapter, so it is no base: merge_lora() first, or load the base "
                 "and give the adapter's folder a name here"
             )
+        folders = folders or {}
         self.numbers = {name: number for number, name in enumerate([None, *folders])}
         self.of_tower: set[str] = set()
         self.chosen: int | Tensor = 0

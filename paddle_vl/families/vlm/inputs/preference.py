@@ -158,7 +158,7 @@ def _prompt_length(labels_L: np.ndarray) -> int:
     return int(np.argmax(labels_L != IGNORE_INDEX))
 
 
-class _Answer(NamedTuple):
+class Answer(NamedTuple):
     """An answer behind its prompt.
 
     Attributes:
@@ -200,7 +200,7 @@ class PreferenceCollator:
         samples_of_rows: Sequence[Sequence[Sample]] = (
             rows if self.is_packed else [[sample] for sample in rows]
         )
-        answers: list[_Answer] = []
+        answers: list[Answer] = []
         pixels: dict[int, Sample] = {}
         numbers: list[list[int]] = []
         for samples in samples_of_rows:
@@ -211,8 +211,8 @@ class PreferenceCollator:
                     answers.append(answer)
                     pixels |= {answer.owner: visual} if visual else {}
             numbers += [own] if self.is_packed else [[number] for number in own]
-        batch = self._collated(answers, numbers)
-        batch |= self._shared_visual(batch, answers, pixels)
+        batch = self.collated(answers, numbers)
+        batch |= self.shared_visual(batch, answers, pixels)
         batch["returns_log_probs"] = True
         batch |= _answer_fields(_of_targets(batch), answers, self.is_paired)
         if self.ld_alpha is not None:
@@ -225,9 +225,10 @@ class PreferenceCollator:
             batch[MISMATCHED] = self._mismatched(answers, numbers)
         return batch
 
-    def _collated(
-        self, answers: Sequence[_Answer], numbers: Sequence[Sequence[int]]
+    def collated(
+        self, answers: Sequence[Answer], numbers: Sequence[Sequence[int]]
     ) -> dict[str, Any]:
+        """The answers of each row as a batch, without pixels, with `label_branches`."""
         rows = [[answers[number].sample for number in row] for row in numbers]
         lengths = [[len(sample["input_ids"]) for sample in row] for row in rows]
         joined = [joined_samples(row) for row in rows]
@@ -239,8 +240,8 @@ class PreferenceCollator:
         batch["label_branches"] = sources_of_tokens(batch["attention_mask"], spans)
         return batch
 
-    def _shared_visual(
-        self, batch: Mapping[str, Any], answers: Sequence[_Answer], pixels: Mapping[int, Sample]
+    def shared_visual(
+        self, batch: Mapping[str, Any], answers: Sequence[Answer], pixels: Mapping[int, Sample]
     ) -> dict[str, Any]:
         """Pixels and grids of all images once, and where the tokens of each find their rows."""
         shared: dict[str, Any] = joined_visual(list(pixels.values()))
@@ -282,7 +283,7 @@ class PreferenceCollator:
         return weights_BL
 
     def _mismatched(
-        self, answers: Sequence[_Answer], numbers: Sequence[Sequence[int]]
+        self, answers: Sequence[Answer], numbers: Sequence[Sequence[int]]
     ) -> dict[str, Any]:
         """Each prompt with the answer before it in the batch, without pixels and grids, which are
         the batch's own."""
@@ -296,23 +297,23 @@ class PreferenceCollator:
                 for key in ("input_ids", "labels")
             }
             exchanged.append(answer._replace(sample={**own, **texts}))
-        batch = self._collated(exchanged, numbers)
+        batch = self.collated(exchanged, numbers)
         batch["returns_log_probs"] = True
         batch |= _answer_fields(_of_targets(batch), exchanged, self.is_paired)
         return {name: value for name, value in batch.items() if name not in VISUAL_KEYS}
 
 
-def _answers_of(sample: Sample, first: int) -> Iterator[tuple[_Answer, Sample]]:
+def _answers_of(sample: Sample, first: int) -> Iterator[tuple[Answer, Sample]]:
     """The answers of a sample, numbered from `first`, each with the pixels and grids it brings."""
     if "is_chosen" in sample:
         visual = {key: sample[key] for key in VISUAL_KEYS if key in sample}
-        yield _Answer(_text(sample), bool(sample["is_chosen"]), first), visual
+        yield Answer(_text(sample), bool(sample["is_chosen"]), first), visual
         return
     shares = bool(sample["shares_media"])
     for place, own in enumerate(sides_of(sample).values()):
         is_again = place == 1 and shares
         visual = {} if is_again else {key: own[key] for key in VISUAL_KEYS if key in own}
-        yield _Answer(_text(own), place == 0, first + (place and not is_again)), visual
+        yield Answer(_text(own), place == 0, first + (place and not is_again)), visual
 
 
 def sides_of(sample: Sample) -> dict[str, Sample]:
@@ -341,7 +342,7 @@ def _of_targets(batch: Mapping[str, Any]) -> np.ndarray:
 
 
 def _answer_fields(
-    numbers_N: np.ndarray, answers: Sequence[_Answer], is_paired: bool
+    numbers_N: np.ndarray, answers: Sequence[Answer], is_paired: bool
 ) -> dict[str, Any]:
     """The values of each answer; of a batch without any those of one pair that does not count.
 

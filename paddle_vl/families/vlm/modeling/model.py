@@ -30,6 +30,7 @@ from paddle_vl.nn.head_loss import (
     head_choices,
     head_log_probs,
     head_loss,
+    head_scores,
     next_token_targets,
     num_targets,
     summed_cross_entropy,
@@ -56,6 +57,7 @@ class VLOutput(IndexedOutput):
             without factors and gradients; None without `target_sources`.
         tokens: log-probabilities of the targets, with `returns_log_probs` in place of a loss.
         choices: `[N]` int64, the most likely tokens, with `returns_choices` in place of a loss.
+        scores: `[N, V]` float32, the logits, with `returns_scores`.
     """
 
     loss: Tensor | None = None
@@ -67,6 +69,7 @@ class VLOutput(IndexedOutput):
     source_sums: Tensor | None = None
     tokens: TokenStatistics | None = None
     choices: Tensor | None = None
+    scores: Tensor | None = None
 
     def share_of_step(self, num_target_tokens: int, num_batches: int) -> Tensor:
         """This micro-batch's share of the loss of a step.
@@ -186,10 +189,14 @@ class VLForConditionalGeneration(PretrainedVLModel):
         rows_N, targets_N = batch.target_rows[0], batch.target_rows[1]
         if batch.returns_choices:
             return VLOutput(choices=head_choices(self.lm_head, entered_TD, rows_N, ops.vocabulary))
+        if batch.returns_scores:
+            return VLOutput(scores=head_scores(self.lm_head, entered_TD, rows_N, ops.vocabulary))
         if batch.returns_log_probs:
             output = self._output(None, None, targets_N, batch.num_target_tokens, balance)
             wanted = TargetRows(rows_N, targets_N)
-            output.tokens = head_log_probs(self.lm_head, entered_TD, wanted, ops.vocabulary)
+            output.tokens = head_log_probs(
+                self.lm_head, entered_TD, wanted, ops.vocabulary, batch.temperature
+            )
             return output
         sources = None
         if batch.target_sources is not None:

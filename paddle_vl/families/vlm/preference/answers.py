@@ -12,7 +12,11 @@ from paddle_vl.families.base import BuiltModel
 from paddle_vl.families.vlm.inputs.collate import PreparedCollator, VLCollator
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.preference import PreferenceBatch, PreferenceCollator
-from paddle_vl.families.vlm.preference.objective import PreferenceLoss, PreferenceStage
+from paddle_vl.families.vlm.preference.objective import (
+    PreferenceAdapter,
+    PreferenceLoss,
+    PreferenceStage,
+)
 from paddle_vl.families.vlm.preference.reference import (
     PrecomputedReference,
     log_probs_of,
@@ -20,6 +24,7 @@ from paddle_vl.families.vlm.preference.reference import (
     weights_checksum,
 )
 from paddle_vl.families.vlm.settings import VLRun
+from paddle_vl.families.vlm.training.objective import VLBatchAdapter
 from paddle_vl.nn.placement import SingleDevicePlacement
 
 
@@ -60,6 +65,10 @@ class ComparedAnswers:
         self.is_precomputed = self.settings.has_reference and not self.loss.has_reference
         for file in self.files if self.is_precomputed else ():
             file.read()
+
+    def adapter(self, inner: VLBatchAdapter) -> PreferenceAdapter:
+        """The adapter of answers, from that of samples."""
+        return PreferenceAdapter(inner, self.loss)
 
     def collator(self, collator: Collator, is_packed: bool = False) -> PreferenceCollator:
         """The collator of answers, from that of samples."""

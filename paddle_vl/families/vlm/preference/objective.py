@@ -293,4 +293,8 @@ class PreferenceStage:
     def __call__(self, batch: Any, rows_RD: Tensor | None = None) -> Any:
         batch = self.stage.on_device(batch)
         found = self.stage(batch, rows_RD)
-        return AnswerOutput.of(found, batch) if isinstance(found, VLOutput) else found
+        return self.output_of(found, batch) if isinstance(found, VLOutput) else found
+
+    def output_of(self, found: VLOutput, batch: Any) -> Any:
+        """The output of the last stage by answer."""
+        return AnswerOutput.of(found, batch)

@@ -22,7 +22,10 @@ from paddle_vl.nn.placement import Context
 
 # What is not in a slice.
 _CUT = ("cu_seqlens", "packed_key_ends", "visual_source_indices")
-_OF_TARGETS = ("target_weights", "target_sources")
+_OF_TARGETS = (
+    *("target_weights", "target_sources", "target_branches"),
+    *("sampler_log_probs", "old_log_probs", "reference_log_probs"),
+)
 
 
 class VLLoss(Loss):

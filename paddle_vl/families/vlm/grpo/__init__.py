@@ -1,0 +1,1 @@
+"""Learning from rewards: answers that a model samples are scored, and the better ones learned."""

@@ -1,0 +1,54 @@
+"""The learned tokens of a micro-batch by the answer that they are of.
+
+Shapes: N learned tokens of this rank, S answers.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+from paddle import Tensor
+
+
+class Rows:
+    """Which answer each token is of.
+
+    Args:
+        numbers_N: of the answers, int64.
+        is_target_N: bool; False of a token that stands for none.
+        lengths_S: learned tokens of each answer, over all ranks that have some.
+        total: the sum over these ranks.
+        place: number of this rank, and of these ranks.
+    """
+
+    def __init__(
+        self,
+        numbers_N: Tensor,
+        is_target_N: Tensor,
+        lengths_S: Tensor,
+        total: Callable[[Tensor], Tensor] = lambda x: x,
+        place: tuple[int, int] = (0, 1),
+    ):
+        own_NS = numbers_N.unsqueeze(1) == paddle.arange(lengths_S.shape[0])
+        self._is_of_NS: Any = (own_NS & is_target_N.unsqueeze(1)).astype("float32")
+        self.total, self.lengths, self.is_target = total, lengths_S, is_target_N
+        self._place = place
+
+    def sum(self, x_N: Tensor) -> Tensor:
+        """`[S]`: sums over the tokens of each answer, in the same order on every device."""
+        return self.total((x_N.unsqueeze(1) * self._is_of_NS).sum(axis=0))
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The maximum of a scalar over the ranks."""
+        rank, size = self._place
+        shares = [paddle.zeros_like(x)] * size
+        shares[rank] = x
+        return self.total(paddle.stack(shares)).max()
+
+    def mean(self, x_N: Tensor) -> Tensor:
+        """`[S]`: means over the tokens of each answer; 0 of one without any."""
+        return self.sum(x_N) / self.lengths.clip(min=1.0)
+
+    def spread(self, x_S: Tensor) -> Tensor:
+        """`[N]`: to each token the value of its answer. Its gradient is of this rank's tokens."""
+        return (self._is_of_NS * x_S).sum(axis=1)
