@@ -225,17 +225,23 @@ def missed(found: Mapping[str, dict[str, float]]) -> list[str]:
     return problems
 
 
+def lost(found: Mapping[str, dict[str, float]], name: str) -> float:
+    """Points of exact answers that a run has lost, in the old task that loses most."""
+    return max(found["start"][task] - found[name][task] for task in OLD)
+
+
 def learned_table(found: Mapping[str, dict[str, float]], trial: Trial) -> harness.Table:
     """A row for each kind of run, with the figures of its seeds one after the other."""
     columns = ["run", *QUESTIONS, *(f"{task}, blank" for task in QUESTIONS),
-               *(f"{task}, other" for task in QUESTIONS), *OLD, "answers", "minutes"]  # fmt: skip
-    tasks = [*(task + each for each in ("", "_blank", "_other") for task in QUESTIONS), *OLD]
+               *(f"{task}, other" for task in QUESTIONS), "lost", "answers", "minutes"]  # fmt: skip
+    tasks = [task + each for each in ("", "_blank", "_other") for task in QUESTIONS]
     rows = []
     for kind in ("start", *SEEDED):
         names = [name for name in found if name.rstrip("0123456789") == kind]
         cells = ["/".join(f"{found[name][task]:.1f}" for name in names) for task in tasks]
+        cells.append("/".join(f"{lost(found, name):.1f}" for name in names))
         if kind == "start":
-            cells += ["", ""]
+            cells += ["-", "-"]
         else:
             answers = [trial.lines(name)[-1]["completions"] for name in names]
             cells.append("/".join(str(each) for each in answers))
@@ -288,12 +294,14 @@ def learn(options: argparse.Namespace, _: Path) -> harness.Result:
     trial.sick(first)
     found = {name: trial.exact(name, "measured") for name in ("start", *names, *SICK)}
     chosen = trial.chosen()
-    tasks = (*QUESTIONS, *OLD)
     tables = [
         harness.Table(
             "rewards choice",
-            ["learning rate and settings", *tasks],
-            [[name, *(f"{of[task]:.1f}" for task in tasks)] for name, of in chosen.items()],
+            ["learning rate and settings", *QUESTIONS, "lost"],
+            [
+                [name, *(f"{of[task]:.1f}" for task in QUESTIONS), f"{lost(chosen, name):.1f}"]
+                for name, of in chosen.items()
+            ],
         ),
         learned_table(found, trial),
         signs_table([f"recipe{first}", *SICK], trial, found),
