@@ -331,11 +331,15 @@ class VLRecipe(Family):
         return Corpus.opened(entries, self.config.data, self.processor, self.config.train.seed)
 
     def _dataset(self, entries: Sequence[Any], measures: bool = False) -> ConversationData:
-        config = self.config
+        config, data = self.config, self.config.data
+        is_asked = entries is data.eval
         reader: Any = PreferenceReader if config.compares_answers else RowReader
         if config.learns_from_rewards:
-            reader = partial(PromptReader, is_asked=entries is config.data.eval)
-        given = config.data, self.processor, config.train.seed, reader
+            reader = partial(PromptReader, is_asked=is_asked)
+        if is_asked:
+            # Every row once, source by source; a strategy is for training.
+            data = data.model_copy(update={"mix_strategy": "concat"})
+        given = data, self.processor, config.train.seed, reader
         return open_conversations(entries, *given, measures)
 
 

@@ -184,3 +184,14 @@ def test_a_signal_before_the_first_update_puts_the_baseline_off(run_file, guarde
     build(run_file, tmp_path, *settings, RESUME).run()
     assert [line["step"] for line in metrics_of(tmp_path)] == [0, 1, 2, 3, 4]
     assert step_of_final(tmp_path) == 4
+
+
+def test_a_mixture_for_training_leaves_every_source_its_questions(run_file, tmp_path, guarded):
+    """Of an interleaved data.eval every second row would be of one source."""
+    rows = (run_file.parent / "tables.jsonl").read_text().splitlines(keepends=True)
+    (run_file.parent / "tables.jsonl").write_text("".join(rows[: len(rows) // 2 * 2]))
+    mixed = (
+        *("data.mix_strategy=interleave_over", "train.eval={max_new_tokens: 1, num_samples: 2}"),
+        "train.best={metric: exact_match/tables, mode: max}",
+    )
+    build(run_file, tmp_path, *guarded, *mixed)
