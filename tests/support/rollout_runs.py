@@ -51,7 +51,7 @@ class GivenRollouts:
         return Rollout(self._prompts[prompt], ids_C, advantage, is_learned_C, log_probs)
 
 
-def given_rollouts(recipe: Any, entries: Sequence[Any]) -> GivenRollouts:
+def given_rollouts(recipe: Any, entries: Sequence[Any], measures: bool = False) -> GivenRollouts:
     """What `GIVEN` is replaced with."""
     config = recipe.config
     data = open_conversations(entries, config.data, recipe.processor, config.train.seed)
