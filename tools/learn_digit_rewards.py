@@ -9,10 +9,13 @@ rewards an exact answer. With each seed, by `paddle-vl`:
 
 - recipe: that file, whose prompts have comparisons and sums too, which the model knows
 - shuffled: the same with the rewards of each round in another order
-- alone: the recipe with the two questions alone
-- plain: alone without dynamic sampling, until it has sampled as many answers
 
-and with the first seed and the two questions alone, to see what a sick run looks like:
+and with the first seed and the two questions alone:
+
+- alone: the recipe otherwise
+- plain: without dynamic sampling, until it has sampled as many answers
+
+and, to see what a sick run looks like:
 
 - blank: on blank images
 - unanswerable: with right answers in words that the model never gives
@@ -59,7 +62,7 @@ CHOICE = {
     "2e-4, dynamic, beta 0.1": (("grpo.beta=0.1",), ALONE),
     "2e-4, dynamic, old prompts": ((), BOTH),
 }
-SEEDED = ("recipe", "shuffled", "alone", "plain")
+KINDS = ("recipe", "shuffled", "alone", "plain")
 SICK = {
     "blank": "trained on blank images",
     "unanswerable": "right answers that are never sampled",
@@ -167,11 +170,16 @@ class Trial:
         )  # fmt: skip
 
     def seeded(self, seed: int) -> list[str]:
-        """Train the runs of a seed; returns their names."""
-        recipe, shuffled, alone, plain = names = [f"{kind}{seed}" for kind in SEEDED]
+        """Train the recipe and its control with a seed; returns their names."""
+        recipe, shuffled = names = [f"recipe{seed}", f"shuffled{seed}"]
         self.run(recipe, seed, prompts=BOTH)
         reward = f"grpo.rewards=['{self.data / 'shuffled.py'}:shuffled_match']"
         self.run(shuffled, seed, reward, prompts=BOTH)
+        return names
+
+    def alone(self, seed: int) -> list[str]:
+        """Train without old prompts; returns the names."""
+        alone, plain = names = [f"alone{seed}", f"plain{seed}"]
         self.run(alone, seed)
         updates = -(-self.lines(alone)[-1]["completions"] // ANSWERS_OF_UPDATE)
         self.run(plain, seed, PLAIN, f"train.max_steps={updates}")
@@ -236,7 +244,7 @@ def learned_table(found: Mapping[str, dict[str, float]], trial: Trial) -> harnes
                *(f"{task}, other" for task in QUESTIONS), "lost", "answers", "minutes"]  # fmt: skip
     tasks = [task + each for each in ("", "_blank", "_other") for task in QUESTIONS]
     rows = []
-    for kind in ("start", *SEEDED):
+    for kind in ("start", *KINDS):
         names = [name for name in found if name.rstrip("0123456789") == kind]
         cells = ["/".join(f"{found[name][task]:.1f}" for name in names) for task in tasks]
         cells.append("/".join(f"{lost(found, name):.1f}" for name in names))
@@ -291,6 +299,7 @@ def learn(options: argparse.Namespace, _: Path) -> harness.Result:
     trial = Trial(options.output.resolve(), options.start.resolve())
     names = [name for seed in options.seeds for name in trial.seeded(seed)]
     first = options.seeds[0]
+    names += trial.alone(first)
     trial.sick(first)
     found = {name: trial.exact(name, "measured") for name in ("start", *names, *SICK)}
     chosen = trial.chosen()
@@ -307,7 +316,7 @@ def learn(options: argparse.Namespace, _: Path) -> harness.Result:
         signs_table([f"recipe{first}", *SICK], trial, found),
     ]
     if options.write_doc is not None:
-        draw([*(f"{kind}{first}" for kind in SEEDED), *SICK], trial)
+        draw([*(f"{kind}{first}" for kind in KINDS), *SICK], trial)
     problems = missed(found)
     print(*problems, sep="\n", file=sys.stderr)
     return harness.Result(tables, {"choice": chosen, **found}, is_good=not problems)

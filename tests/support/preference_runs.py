@@ -43,11 +43,11 @@ def write_preference_run(folder: Path, num_samples: int, model: dict[str, Any] =
     return run_file
 
 
-def write_base(run_file: Path, model: dict[str, Any]) -> None:
+def write_base(run_file: Path, model: dict[str, Any], seed: int | None = None) -> None:
     """Write the base model of a run beside its file."""
     processor = VLProcessor.from_pretrained(run_file.with_name("processor"))
     # Whatever ran before: the same weights would be another run's reference too.
-    paddle.seed(zlib.crc32(str(run_file.parent).encode()))
+    paddle.seed(zlib.crc32(str(run_file.parent).encode()) if seed is None else seed)
     model_class = family_of(model).model_class()
     base = model_class.from_config(model_config(model_class.config_class, model, processor))
     base.save_pretrained(run_file.with_name("base"))

@@ -19,6 +19,10 @@ def letters(completions, solution, **_):
     ]
 
 
+def of_red(completions, solution, **_):
+    return [float(number % 2) if colour == "red" else 1.0 for number, colour in enumerate(solution)]
+
+
 def same(completions, **_):
     return [1.0] * len(completions)
 """
@@ -34,7 +38,8 @@ def write_sampled_run(folder: Path, model: dict[str, Any] = MODEL) -> Path:
     """Prompts with two images, one or none, in the file `train.jsonl`; of the last three
     `test.jsonl`; the base model in `base`."""
     run_file = write_mixed_run(folder, 24, model)
-    write_base(run_file, model)
+    # The same answers everywhere.
+    write_base(run_file, model, seed=3)
     rows = [json.loads(line) for line in run_file.with_name("train.jsonl").read_text().splitlines()]
     prompts = [
         {"messages": row["messages"][:1], "images": row["images"],

@@ -63,7 +63,9 @@ def test_a_generation_without_a_signal_updates_nothing_and_is_counted(data, tmp_
 
 
 def test_dynamic_sampling_keeps_groups_with_a_signal_alone(data, tmp_path):
-    settings = ("grpo.dynamic_sample=true", "grpo.max_resample_times=5", "train.max_steps=1")
+    # Of 24 prompts 8 have a signal; a generation has four.
+    own = f"grpo.rewards=[{data.with_name('my_rewards.py')}:of_red]"
+    settings = ("grpo.dynamic_sample=true", "grpo.max_resample_times=5", "train.max_steps=1", own)
     build(data, tmp_path, *SAMPLED, *settings).run()
     (line,) = metrics_of(tmp_path)
     assert line["frac_reward_zero_std"] == 0 < line["prompts/without_signal"]
