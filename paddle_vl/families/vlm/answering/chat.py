@@ -8,7 +8,6 @@ from paddle_vl.checkpoint.adapter_files import folder_with
 from paddle_vl.config.families import FamilyEntry
 from paddle_vl.data.media_file import ImageSource
 from paddle_vl.data.video_reader import VideoSource
-from paddle_vl.families.vlm.folders.processor_fit import check_processor_fits
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.generation.config import GenerationConfig
 from paddle_vl.generation.text_pieces import text_pieces
@@ -93,6 +92,9 @@ def open_chat(
     Raises:
         ValueError, RuntimeError: the folder is neither, or its files are of several models.
     """
+    # Programs of an export answer without the model's code.
+    from paddle_vl.families.vlm.folders.processor_fit import check_processor_fits
+
     model_class = family.model_class()
     processor = VLProcessor.from_pretrained(
         folder_with("tokenizer.json", folder, base),

@@ -17,7 +17,6 @@ from paddle import Tensor
 
 from paddle_vl.batch.rows import IGNORE_INDEX
 from paddle_vl.batch.schema import VLBatch
-from paddle_vl.families.vlm.answering.batched import BatchedModel, Prompt
 from paddle_vl.families.vlm.answering.questions import PromptBatches
 from paddle_vl.families.vlm.inputs.collate import VISUAL_KEYS, VLCollator, prepared
 from paddle_vl.families.vlm.inputs.preference import Answer, PreferenceCollator
@@ -47,7 +46,7 @@ class Sampled(NamedTuple):
 
 @dataclass(eq=False)
 class _Group:
-    prompt: Prompt
+    prompt: Any
     rows: list[AnswerRow]
     blocks: list[int] = field(default_factory=list)
     num_running: int = 0
@@ -167,6 +166,9 @@ class GroupSampler:
             needed.append(_blocks_for(len(arrays["input_ids"])) + own)
         at_once = max(1, max_rows // min(map(len, samplings)))
         num_blocks = sum(sorted(needed)[-at_once:])
+        # Runs that sample nothing load no code of answers.
+        from paddle_vl.families.vlm.answering.batched import BatchedModel
+
         self._model = BatchedModel(model, max_rows, _BLOCK, num_blocks, _IMAGE_BYTES, None)
         self._free_blocks = list(range(num_blocks))[::-1]
         self._free_rows = list(range(max_rows))[::-1]
