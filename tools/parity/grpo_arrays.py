@@ -19,7 +19,6 @@ from paddle_vl.families.vlm.grpo.importance import sampler_weights
 from paddle_vl.families.vlm.grpo.losses import Answers
 from paddle_vl.families.vlm.grpo.metrics import completion_metrics, reward_metrics, sampler_metrics
 from paddle_vl.families.vlm.grpo.objective import RolloutLoss, RolloutOutput
-from paddle_vl.families.vlm.grpo.order import generations
 from paddle_vl.families.vlm.grpo.rows import Rows
 from paddle_vl.families.vlm.grpo.settings import GRPOConfig
 from parity.comparison import CaseReport
@@ -33,6 +32,7 @@ from parity.grpo_golden import (
     reads_sampler,
     settings_of,
 )
+from parity.grpo_order import generations
 
 FROM_ARRAYS = 1e-5
 # Rewards that differ by the rounding of float32, normalised by their own deviation.

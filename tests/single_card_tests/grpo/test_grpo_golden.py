@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from paddle_vl.families.vlm.grpo.objective import RolloutLoss
-from paddle_vl.families.vlm.grpo.order import generations
 from paddle_vl.families.vlm.inputs.rollouts import OLD, Rollout
 from paddle_vl.nn import head_loss
 from parity import grpo as parity
+from parity.grpo_order import generations
 from parity.recording import gradients
 from tests.support.tiny import GOLDEN
 

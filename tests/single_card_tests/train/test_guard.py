@@ -194,4 +194,7 @@ def test_a_mixture_for_training_leaves_every_source_its_questions(run_file, tmp_
         *("data.mix_strategy=interleave_over", "train.eval={max_new_tokens: 1, num_samples: 2}"),
         "train.best={metric: exact_match/tables, mode: max}",
     )
-    build(run_file, tmp_path, *guarded, *mixed)
+    best = build(run_file, tmp_path, *guarded, *mixed).best
+    # Refused where no question of that source is asked.
+    assert best is not None
+    assert best.config.key == "eval_exact_match/tables"
