@@ -98,18 +98,17 @@ class ReadStreams(PyLayer):
         u = stream_norm(x, norm, streams, epsilon)
         low = paddle.matmul(u, down)
         gate = F.sigmoid(paddle.matmul(F.silu(low / streams), up))
-        weights = None
-        if inject is not None:
-            weights = 2.0 * F.sigmoid(paddle.matmul(u, inject) / streams)
+        # Half the weights: an output that is kept would never be freed.
+        half = None if inject is None else F.sigmoid(paddle.matmul(u, inject) / streams)
         ctx.streams, ctx.epsilon = streams, epsilon
         given = [x, norm, down, up] if inject is None else [x, norm, down, up, inject]
         ctx.needs = [not t.stop_gradient for t in given]
-        ctx.save_for_backward(x, norm, down, up, inject, low, weights)
-        return _mean_of_streams(gate * u, streams), weights
+        ctx.save_for_backward(x, norm, down, up, inject, low, half)
+        return _mean_of_streams(gate * u, streams), None if half is None else 2.0 * half
 
     @staticmethod
     def backward(ctx, d_read, d_weights=None):
-        x, norm, down, up, inject, low, weights = ctx.saved_tensor()
+        x, norm, down, up, inject, low, half = ctx.saved_tensor()
         streams, dtype = ctx.streams, x.dtype
         quotient = _stream_quotient(x, streams, ctx.epsilon)
         scale = 1.0 + norm.astype("float32")
@@ -131,7 +130,7 @@ class ReadStreams(PyLayer):
         d_down = paddle.matmul(u, d_low, transpose_x=True) if ctx.needs[2] else None
         d_inject = []
         if inject is not None:
-            d_out = d_weights * weights * (1.0 - weights / 2.0) / streams
+            d_out = d_weights * half * (1.0 - half) * (2.0 / streams)
             d_u = d_u + paddle.matmul(d_out, inject, transpose_y=True)
             d_inject = [paddle.matmul(u, d_out, transpose_x=True) if ctx.needs[4] else None]
         d_u = d_u.astype("float32")
