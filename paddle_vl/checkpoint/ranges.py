@@ -116,6 +116,29 @@ class ShardedValue:
                     yield ep, mp, begin * width, end * width
 
 
+class RowRange:
+    """Some rows of a value, which are a tensor of their own in a file; what is written of a
+    `ShardedValue`."""
+
+    def __init__(self, whole: ShardedValue, first: int, last: int):
+        self._whole, self._first, self.rows = whole, first, last - first
+        self.dtype, self.columns = whole.dtype, whole.columns
+        self.is_local, self.crosses_stages = whole.is_local, whole.crosses_stages
+        self.divides, self.flat = whole.divides, whole.flat
+
+    def shares(self, first: int, last: int) -> Iterator[tuple[Place, int, int]]:
+        return self._whole.shares(self._first + first, self._first + last)
+
+    def joined(self, flat: np.ndarray, first: int, last: int) -> np.ndarray:
+        return self._whole.joined(flat, self._first + first, self._first + last)
+
+
+def rows_of(tensor: TensorToWrite, name: str, first: int, last: int) -> TensorToWrite:
+    """Rows of a tensor with a source, as a tensor with another name."""
+    source, shape = RowRange(tensor.source, first, last), (last - first, *tensor.shape[1:])
+    return tensor._replace(name=name, shape=shape, source=source)
+
+
 class Part(NamedTuple):
     """Rows of the tensors of one source, or a tensor without one, that a rank writes."""
 
@@ -125,7 +148,7 @@ class Part(NamedTuple):
     writer: int
 
     @property
-    def source(self) -> ShardedValue | None:
+    def source(self) -> ShardedValue | RowRange | None:
         return self.tensors[0].source
 
     @property
@@ -262,7 +285,7 @@ class Exchange:
             self._places[number] = [slice(None)]
 
     def _exchange(
-        self, number: int, parts: Sequence[tuple[Part, ShardedValue]], dtype: Any
+        self, number: int, parts: Sequence[tuple[Part, ShardedValue | RowRange]], dtype: Any
     ) -> None:
         """Bring the values of one part each of some ranks to these."""
         own_rank, index = self._ranks.rank, self._members.index

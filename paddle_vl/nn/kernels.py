@@ -16,7 +16,6 @@ from paddle_vl.nn import (
     experts,
     gpu,
     linear,
-    ngram_embedding,
     operations,
     residual_streams,
 )

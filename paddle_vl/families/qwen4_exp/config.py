@@ -20,6 +20,7 @@ from paddle_vl.families.vlm.modeling.delta_config import (
 )
 from paddle_vl.files.stored_settings import Listed, Number, checked
 from paddle_vl.files.text_file import shown
+from paddle_vl.nn.ngram_embedding import NgramHash, ngram_hash
 
 # Earlier exports have the model's name as its type.
 _TYPE, _EARLY_TYPE = "qwen4_exp", "qwen3_8_flash_next"
@@ -87,6 +88,8 @@ class Qwen4ExpTextConfig(DeltaExpertsText):
     bos_token_id: Any = None
     eos_token_id: Any = None
     """a token, or several; n-grams begin behind the first of them"""
+    hashes: Any = field(default=None, compare=False, repr=False)
+    """`NgramHash` of layers, by their numbers from 0, of a checkpoint; None: of these settings"""
 
     def __post_init__(self):
         types = [_SAME_LAYERS.get(each, each) for each in self.layer_types]
@@ -190,10 +193,40 @@ class Qwen4ExpTextConfig(DeltaExpertsText):
 
     def has_ngrams(self, layer: int) -> bool:
         """Whether that layer, counted from 0, gets embeddings of n-grams."""
-        return layer + 1 in self.ple_layer_ids
+        return layer in self.ngram_layers
+
+    @property
+    def ngram_layers(self) -> list[int]:
+        """The layers, counted from 0, that get embeddings of n-grams."""
+        return [number - 1 for number in self.ple_layer_ids]
+
+    @property
+    def ngram_width(self) -> int:
+        """Numbers in a row of a table."""
+        return self.ple_embed_dim // self.ngram_heads
+
+    def num_ngram_rows(self, layer: int) -> int:
+        """Rows of that layer's table."""
+        return self._hash(layer).num_rows(self.make_ngram_vocab_size_divisible_by)
+
+    def ngram_hash(self, layer: int) -> NgramHash:
+        """The hash of that layer: a checkpoint's, or that of these settings."""
+        return (self.hashes or {}).get(layer) or self._hash(layer)
+
+    def _hash(self, layer: int) -> NgramHash:
+        return ngram_hash(
+            self.ngram_layers.index(layer),
+            self.ngram_size,
+            self.heads_per_ngram,
+            self.vocab_size,
+            self.ngram_vocab_size_base,
+            self.seed,
+        )
 
     def written(self) -> dict[str, Any]:
-        return super().written() | {"number_of_conv_states": 3 if self.ple_layer_ids else 1}
+        text = super().written() | {"number_of_conv_states": 3 if self.ple_layer_ids else 1}
+        text.pop("hashes")
+        return text
 
 
 def _tower() -> VisionConfig:
