@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
+import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
 
@@ -188,6 +189,10 @@ class RegionOps:
     def pad_rows(self, x_TD: Tensor) -> Tensor:
         """Append zero rows until the mp degree divides the number of rows."""
         return x_TD
+
+    def preceding_rows(self, x_TC: Tensor, count: int) -> Tensor:
+        """The token rows before this rank's first one, `[count, C]`; zeros before the batch."""
+        return paddle.zeros([count, x_TC.shape[1]], x_TC.dtype)
 
     def enter_rows(self, x_TD: Tensor) -> Tensor:
         """Enter a sequence-parallel region: keep this rank's rows; backward all-gathers."""
@@ -369,6 +374,11 @@ class LayerFactory:
         """The token embedding, `[vocab, dim]`; `is_tied` if the head has the same weight."""
         embedding = self._recorded(Embedding(vocab_size, dim, init_std))
         return self._tied(embedding) if is_tied else embedding
+
+    def row_table(self, num_rows: int, width: int, init_std: float = 0.02) -> nn.Layer:
+        """A table `[num_rows, width]`; the layer takes row numbers of all token rows, `[T, Y]`
+        int64, and gives the rows `[T, Y, width]` of this rank's."""
+        return self._recorded(Embedding(num_rows, width, init_std))
 
     def vocab_head(
         self,
