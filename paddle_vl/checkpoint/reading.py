@@ -20,6 +20,7 @@ from paddle import Tensor, nn
 from paddle_vl.checkpoint.rules import StoredParameter, by_parameter, shared_slices
 from paddle_vl.nn.linear import whole_slices
 from paddle_vl.nn.parameter_table import ParameterTable, Spread, taken
+from paddle_vl.nn.row_table import draw_seed
 
 if TYPE_CHECKING:
     from paddle_vl.checkpoint.safetensors_io import StoredTensor
@@ -327,7 +328,8 @@ def drawn_values(
         parameters: without storage.
         full: the full model's, without storage, if `parameters` are shards, only some of them, or
             separate linears of fused ones. Full tensors are drawn in order, one in memory at a
-            time, so the weights are those of a single device with the same seed.
+            time, so the weights are those of a single device with the same seed. Of a row table
+            (`paddle_vl.nn.row_table`) each rank draws its own rows.
     """
     if full is None:
         return [
@@ -350,7 +352,11 @@ def drawn_values(
     for items in by_parameter(full):
         draw = partial(drawn, items[0].parameter)
         targets = by_parameter(own[item.key] for item in items if item.key in own)
-        if not targets:
+        if items[0].table[items[0].parameter].is_table:
+            target = targets[0][0].parameter if targets else None
+            run = draw_seed if target is None else target.initialize
+            steps.append(MaterializeStep(target, run))
+        elif not targets:
             steps.append(MaterializeStep(None, draw))
         elif len(targets) == 1:
             steps.append(MaterializeStep(targets[0][0].parameter, partial(take, targets[0], draw)))

@@ -33,7 +33,14 @@ from paddle_vl.nn.linear import (
 )
 from paddle_vl.nn.lora import LowRankSettings
 from paddle_vl.nn.operations import RowDropout
-from paddle_vl.nn.parameter_table import REPLICATED, CheckpointRanks, ParameterTable, Tie
+from paddle_vl.nn.parameter_table import (
+    REPLICATED,
+    CheckpointRanks,
+    ParameterTable,
+    ParamSpec,
+    Tie,
+)
+from paddle_vl.nn.row_table import RowTable
 
 # Patches (pixels first) and grid of items (images, videos) to merged rows `[M, D]` and G levels of
 # `[M, D]`.
@@ -293,6 +300,8 @@ class LayerFactory:
     own_random: Callable[[], AbstractContextManager[None]] = nullcontext
     # Makes `separate_projections` from the arguments of `SeparateLinears`.
     separated: Callable[..., SeparateLinears] = SeparateLinears
+    # Makes a `row_table` from its arguments.
+    make_table: Callable[[int, int, float], nn.Layer] = RowTable
 
     def __init__(
         self,
@@ -407,6 +416,17 @@ class LayerFactory:
             spec = replace(self.parameter_table[parameter], is_expert=True)
             self.parameter_table.add([parameter], spec)
         return experts
+
+    def row_table(self, num_rows: int, width: int, init_std: float = 0.02) -> nn.Layer:
+        """A table `[num_rows, width]` that may be larger than the memory of a device, drawn from a
+        normal of std `init_std`.
+
+        The layer takes the row numbers of all token rows, `[T, Y]` int64, and returns the rows of
+        this rank's token rows, `[T, Y, width]`.
+        """
+        table = self.make_table(num_rows, width, init_std)
+        self.parameter_table.add(table.parameters(), ParamSpec(is_table=True))
+        return table
 
     def row_wise(self, layer: Layer) -> Layer:
         """A row-wise layer inside the sequence-parallel region, such as a norm."""

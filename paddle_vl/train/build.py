@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -394,17 +395,18 @@ def needed_memory(
     config: RunConfig, topology: Topology, model: Any, copies: int = 0
 ) -> NeededMemory:
     """What a rank needs for its parameters of a model, see `NeededMemory.of`."""
-    parameters, table = model.parameters(), model.placement.parameter_table
+    of_encoder, by_group = [], defaultdict[Any, list[Any]](list)
+    for parameter, spec in model.placement.parameter_table.with_specs(model.parameters()):
+        group = topology.sharding_group_of(spec)
+        (of_encoder if spec.is_encoder else by_group[group]).append(parameter)
     needed = partial(NeededMemory.of, parallel=config.parallel, copies=copies)
+    total = needed(by_group.pop(topology.sharding_group, []))
+    # Of experts that are not sharded like the rest, and of tables.
+    for group, parameters in by_group.items():
+        total += needed(parameters, shards=group.nranks)
     if topology.encoder is None:
-        # Without expert parallelism experts are sharded like the rest.
-        experts = [p for p in parameters if table[p].is_expert]
-        dense = [p for p in parameters if not table[p].is_expert]
-        return needed(dense) + needed(experts, shards=topology.expert_sharding_group.nranks)
-    of_encoder = [p for p in parameters if table[p].is_encoder]
-    of_language = [p for p in parameters if not table[p].is_encoder]
-    lanes = topology.encoder.grid.encoder_dp
-    return needed(of_language) + needed(of_encoder, encoder_lanes=lanes)
+        return total
+    return total + needed(of_encoder, encoder_lanes=topology.encoder.grid.encoder_dp)
 
 
 def _length(config: RunConfig, loader: PrefetchLoader, updates_per_batch: float) -> RunLength:
