@@ -48,11 +48,6 @@ class Qwen3_5Config(DeltaConfig):
     text_config: Qwen3_5TextConfig | Qwen3_5MoeTextConfig = field(default_factory=Qwen3_5TextConfig)
     vision_config: VisionConfig = field(default_factory=_tower)
 
-    def layer_size(self, layer: int) -> int:
-        from paddle_vl.families.qwen3_5.flops import Qwen3_5Flops
-
-        return Qwen3_5Flops.layer_size(self, layer)
-
     @classmethod
     def text_class(cls, model_type: str) -> type[DeltaText]:
         return Qwen3_5TextConfig if model_type == cls.model_types[0] else Qwen3_5MoeTextConfig

@@ -256,6 +256,22 @@ class Qwen4ExpConfig(DeltaConfig):
             }
         return super().from_dict(values)
 
+    def layer_size(self, layer: int) -> int:
+        from paddle_vl.families.qwen4_exp.flops import Qwen4ExpFlops
+
+        return Qwen4ExpFlops.layer_size(self, layer)
+
+    @classmethod
+    def named(cls, name: str) -> "Qwen4ExpConfig":
+        """The configuration of a published size, `qwen3.8-flash-next`.
+
+        Raises:
+            ValueError: there is no such size.
+        """
+        from paddle_vl.families.qwen4_exp.sizes import size_values
+
+        return cls.from_dict(size_values(name))
+
     def to_dict(self) -> dict[str, Any]:
         return self.written("Qwen4Exp", _TYPE)
 

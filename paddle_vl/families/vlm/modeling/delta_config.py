@@ -200,6 +200,11 @@ class DeltaConfig(VLConfig):
                 "deepstack levels: leave it empty"
             )
 
+    def layer_size(self, layer: int) -> int:
+        from paddle_vl.families.vlm.modeling.delta_flops import DeltaFlops
+
+        return DeltaFlops.layer_size(self, layer)
+
     @classmethod
     def text_class(cls, model_type: str) -> type[DeltaText]:
         """The class of the decoder's section in a file of that model type."""
