@@ -9,7 +9,7 @@ Shapes: B batch, L length, T = B * L token rows (of this rank: fewer under seque
 tokens of the longest n-gram, H heads per order, Y = (N - 1) * H heads, E width of a token's rows;
 S streams, D width of a stream, C = S * D; J taps of the convolution, P = (J - 1) * N rows before.
 
-Source: Qwen4ExpPerLayerEmbedding and Qwen4ExpNgramEmbedding of HF transformers,
+Source: Qwen4ExpTextPLELayer and Qwen4ExpTextNGramEmbedding of HF transformers,
 modeling_qwen4_exp.py; of the idea Huang et al., Over-Tokenized Transformer,
 https://arxiv.org/abs/2501.16975.
 """
@@ -130,7 +130,9 @@ def ngram_rows(
     if before_BN is None:
         before_BN = paddle.full([batch, earlier], boundary, "int64")
     seen = paddle.concat([before_BN, ids_BL], axis=1)
-    mixed_BL = ids_BL * constants.multipliers[0]
+    # As tensors: Paddle 3.3 takes a Python number through float64.
+    multipliers = [_constants((each,)) for each in constants.multipliers]
+    mixed_BL = ids_BL * multipliers[0]
     heads = len(constants.sizes) // earlier
     is_cut_BL, rows = None, []
     for back in range(1, earlier + 1):
@@ -140,7 +142,7 @@ def ngram_rows(
             is_end_BL = paddle.logical_or(is_end_BL, (place_T < back).reshape([batch, length]))
         is_cut_BL = is_end_BL if is_cut_BL is None else paddle.logical_or(is_cut_BL, is_end_BL)
         id_BL = paddle.where(is_cut_BL, paddle.full_like(id_BL, boundary), id_BL)
-        mixed_BL = paddle.bitwise_xor(mixed_BL, id_BL * constants.multipliers[back])
+        mixed_BL = paddle.bitwise_xor(mixed_BL, id_BL * multipliers[back])
         own = slice((back - 1) * heads, back * heads)
         sizes, offsets = _constants(constants.sizes[own]), _constants(constants.offsets[own])
         rows.append(paddle.remainder(mixed_BL.reshape([-1, 1]), sizes) + offsets)
@@ -249,17 +251,15 @@ class NgramTable(nn.Layer):
     """The rows of each token's n-grams side by side.
 
     Args:
-        divisor: of the number of rows.
+        constants: of the hash.
+        num_rows: of the table.
         width: E.
-
-    Attributes:
-        constants: of the hash; those of a checkpoint replace these.
     """
 
     def __init__(
         self,
         constants: NgramHash,
-        divisor: int,
+        num_rows: int,
         width: int,
         boundary: int,
         init_std: float,
@@ -268,7 +268,7 @@ class NgramTable(nn.Layer):
         super().__init__()
         self.constants, self.boundary = constants, boundary
         self.ngram_embedding = placement.layers.row_table(
-            constants.num_rows(divisor), width // len(constants.sizes), init_std
+            num_rows, width // len(constants.sizes), init_std
         )
 
     def forward(
@@ -283,6 +283,8 @@ class PerLayerEmbedding(nn.Layer):
     """What n-grams add to the streams: values by gates, with a convolution of them.
 
     Args:
+        constants, num_rows: as of `NgramTable`.
+        boundary: id of the token at which n-grams end.
         width, streams: D, S.
         table_width: E.
         taps: J.
@@ -291,7 +293,7 @@ class PerLayerEmbedding(nn.Layer):
     def __init__(
         self,
         constants: NgramHash,
-        divisor: int,
+        num_rows: int,
         boundary: int,
         width: int,
         streams: int,
@@ -306,7 +308,7 @@ class PerLayerEmbedding(nn.Layer):
         self.boundary, self.dilation = boundary, len(constants.multipliers)
         channels, row_wise = streams * width, placement.layers.row_wise
         self.ple_embedding = NgramTable(
-            constants, divisor, table_width, boundary, init_std, placement
+            constants, num_rows, table_width, boundary, init_std, placement
         )
         self.key_proj = row_wise(Linear(table_width, channels, False, init_std))
         self.value_proj = row_wise(Linear(table_width, width, False, init_std))

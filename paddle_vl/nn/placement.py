@@ -375,11 +375,6 @@ class LayerFactory:
         embedding = self._recorded(Embedding(vocab_size, dim, init_std))
         return self._tied(embedding) if is_tied else embedding
 
-    def row_table(self, num_rows: int, width: int, init_std: float = 0.02) -> nn.Layer:
-        """A table `[num_rows, width]`; the layer takes row numbers of all token rows, `[T, Y]`
-        int64, and gives the rows `[T, Y, width]` of this rank's."""
-        return self._recorded(Embedding(num_rows, width, init_std))
-
     def vocab_head(
         self,
         dim: int,

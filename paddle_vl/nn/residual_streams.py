@@ -6,7 +6,7 @@ goes from one stream to another but through a sublayer.
 
 Shapes: T token rows, S streams, D width of a stream, C = S * D; R rank of the gate's factors.
 
-Source: Qwen4ExpGatedResidual of HF transformers, modeling_qwen4_exp.py; of the idea Zhu et al.,
+Source: Qwen4ExpTextGatedResidual of HF transformers, modeling_qwen4_exp.py; of the idea Zhu et al.,
 Hyper-Connections, https://arxiv.org/abs/2409.19606.
 """
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from paddle_vl.checkpoint.ranges import rows_of
-from paddle_vl.checkpoint.rules import Rule, Same
+from paddle_vl.checkpoint.rules import LinearWeights, Rule, Same
 from paddle_vl.checkpoint.safetensors_io import JoinedRows, TensorToWrite
 from paddle_vl.families.qwen4_exp.config import Qwen4ExpConfig
 from paddle_vl.families.vlm.folders.delta_map import (
@@ -41,8 +41,14 @@ _UNUSED = "model.language_model.hyper_connection_mixer.block_inject_weight.weigh
 
 def checkpoint_rules(config: Qwen4ExpConfig) -> tuple[Rule, ...]:
     """Rules from parameter names to HF keys and layouts, special cases first."""
-    name = "language_model.*.ngram_embedding.weight"
-    return delta_rules(config, (Rule(name, f"model.{name}", Same()),))
+    table, reader = "language_model.*.ngram_embedding.weight", "model.language_model"
+    return delta_rules(
+        config,
+        (
+            Rule(table, f"model.{table}", Same()),
+            Rule("language_model.norm.*", f"{reader}.hyper_connection_mixer.*", LinearWeights()),
+        ),
+    )
 
 
 def _prefix(layer: int) -> str:
