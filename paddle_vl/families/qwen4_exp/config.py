@@ -135,7 +135,7 @@ class Qwen4ExpTextConfig(DeltaExpertsText):
             )
         if self.rotary_dim > width:
             raise ValueError(
-                f"indexer_head_dim {width} is less than the {self.rotary_dim} rotated channels, "
+                f"indexer_head_dim {width} is below the {self.rotary_dim} rotated channels, "
                 f"head_dim {self.head_dim} x partial_rotary_factor {self.partial_rotary_factor}"
             )
 
