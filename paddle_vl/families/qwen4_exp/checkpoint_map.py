@@ -26,7 +26,15 @@ from paddle_vl.families.vlm.folders.delta_map import (
 from paddle_vl.files.text_file import shown
 from paddle_vl.nn.ngram_embedding import NgramHash
 
-__all__ = ["KEPT", "PRECISE", "checkpoint_rules", "folder_of", "tensors_as_here", "with_constants"]
+__all__ = [
+    "KEPT",
+    "PRECISE",
+    "checkpoint_rules",
+    "constant_keys",
+    "folder_of",
+    "tensors_as_here",
+    "with_constants",
+]
 _TABLE = "ngram_embedding.weight"
 _PART = re.compile(r"ngram_embedding\.shard_(0|[1-9]\d{0,8})\.weight")
 # By the names of `NgramHash`.
@@ -106,6 +114,12 @@ def _check_size(table: JoinedRows, rows: int, width: int, prefix: str) -> None:
             f"its config.json {rows}, of {width} numbers: a part is missing or of another size"
             + (f", perhaps {', '.join(odd)}" if odd else "")
         )
+
+
+def constant_keys(config: Qwen4ExpConfig) -> list[str]:
+    """The keys of whole numbers in a checkpoint."""
+    layers = config.text_config.ngram_layers
+    return [_prefix(layer) + key for layer in layers for key in _CONSTANTS.values()]
 
 
 def with_constants(config: Qwen4ExpConfig, stored: dict[str, Any]) -> Qwen4ExpConfig:

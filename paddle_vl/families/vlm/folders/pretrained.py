@@ -42,8 +42,8 @@ class PretrainedVLModel(SizedModel, AdaptableModel, Materializable, nn.Layer):
             `PRECISE` stay float32 in a half-precision model if their file has float32. A family
             whose folders differ from that has `folder_of(config, tensors, layout)`, the
             configuration and the tensors that are written. One with whole numbers in its files has
-            `with_constants(config, stored)`, the configuration with them, which the tensors lose.
-            One that reads keys of several layouts
+            `with_constants(config, stored)`, the configuration with them, which the tensors lose,
+            and `constant_keys(config)`. One that reads keys of several layouts
             has `key_here(key)`, and `adapter_key(key)`, the key in files of adapters.
         save_layout: of the folders that are written, where a family has several.
         generation_config: settings of generation; None for the defaults.
