@@ -10,7 +10,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from paddle_vl import LoRAConfig, Qwen4ExpForConditionalGeneration
-from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
+from paddle_vl.checkpoint import reading
+from paddle_vl.checkpoint.safetensors_io import StoredTensor, read_checkpoint_headers
 from paddle_vl.families.vlm.training.adapter import merge_adapter
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.testing import tiny_qwen4_exp, tiny_qwen4_exp_config
@@ -97,6 +98,24 @@ def test_a_table_is_read_in_any_number_of_parts_and_what_no_one_uses_is_left_out
     """Of 12 parts in the order of their numbers, in which 2 comes before 10."""
     load(changed(edit)).save_pretrained(tmp_path / "saved")
     assert_same_arrays(arrays_in(tmp_path / "saved"), load_file(MODELS / "ple/model.safetensors"))
+
+
+def test_a_large_table_is_read_a_part_after_the_other(monkeypatch):
+    """So that beside the parameter only a part of it is in memory."""
+    wanted, read = load(MODELS / "ple").hf_state_dict(), StoredTensor.read
+    counts = []
+
+    def recorded(tensor: StoredTensor, **options) -> np.ndarray:
+        counts.append((tensor.name, read(tensor, **options).size))
+        return read(tensor, **options)
+
+    monkeypatch.setattr(reading, "PART_VALUES", 100)
+    monkeypatch.setattr(StoredTensor, "read", recorded)
+    found = load(MODELS / "ple").hf_state_dict()
+    assert_same_arrays(found, wanted)
+    of_table = [count for name, count in counts if name.startswith(TABLE)]
+    # 16 rows of 6 at once; parts of the file end after 64.
+    assert (len(of_table), max(of_table), sum(of_table)) == (12, 96, 192 * 6)
 
 
 @pytest.mark.parametrize(
