@@ -59,7 +59,7 @@ def changed(tmp_path) -> Callable[..., Path]:
 
 
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 100_000], ids=["single", "sharded"])
-@pytest.mark.parametrize("kind", ["ple", "ple_saved"])
+@pytest.mark.parametrize("kind", ["full", "sparse", "ple", "ple_saved"])
 def test_saving_gives_the_tensors_of_the_hubs_files(kind, max_shard_bytes, tmp_path):
     """With `mtp.` tensors where there are some, and from what transformers saves too."""
     load(MODELS / kind).save_pretrained(tmp_path, max_shard_bytes=max_shard_bytes)
