@@ -1,8 +1,8 @@
 """The golden self-test: small models of the originals, whose numbers are stored, computed here.
 
 `cases/` has a small Qwen3-VL, Qwen3.5, Qwen4-Exp and PaddleOCR-VL of HF transformers on torch:
-weights, batch, loss, logits, every gradient and greedy tokens, made by `tools/make_doctor_case.py`. They run
-on this machine's device and kernels.
+weights, batch, loss, logits, every gradient and greedy tokens, made by `tools/make_doctor_case.py`.
+They run on this machine's device and kernels.
 """
 
 from functools import partial
