@@ -14,16 +14,16 @@ import paddle
 from paddle import Tensor, nn
 
 from paddle_vl.families.qwen4_exp import checkpoint_map
+from paddle_vl.families.qwen4_exp.attention import BlockSelfAttention
 from paddle_vl.families.qwen4_exp.config import Qwen4ExpConfig, Qwen4ExpTextConfig
 from paddle_vl.families.vlm.modeling.delta_layers import GatedDeltaNet, SharedExpertMoE
-from paddle_vl.families.vlm.modeling.layers import VLLanguageModel, VLSelfAttention
+from paddle_vl.families.vlm.modeling.layers import VLLanguageModel
 from paddle_vl.families.vlm.modeling.model import VLForConditionalGeneration
 from paddle_vl.nn.attention import PackedSamples, RotaryTables, RowPool
+from paddle_vl.nn.block_cache import BlockCache, BlockPool
 from paddle_vl.nn.delta_rule import DeltaCache, DeltaPool
 from paddle_vl.nn.experts import RoutedRows
-from paddle_vl.nn.key_value_cache import KeyValueCache
 from paddle_vl.nn.ngram_embedding import NgramCache, NgramPool, PerLayerEmbedding
-from paddle_vl.nn.operations import GemmaRMSNorm
 from paddle_vl.nn.placement import Placement
 from paddle_vl.nn.residual_streams import StreamReader, write_streams
 
@@ -43,7 +43,7 @@ class DecoderLayer(nn.Layer):
         mixer: nn.Layer
         if config.is_full(number):
             self.mixer_name = "self_attn"
-            mixer = VLSelfAttention(config, placement, GemmaRMSNorm, is_gated=True)
+            mixer = BlockSelfAttention(config, placement)
         else:
             self.mixer_name = "linear_attn"
             mixer = GatedDeltaNet(config, placement, config.output_gate == "sigmoid")
@@ -129,7 +129,7 @@ class Qwen4ExpForConditionalGeneration(VLForConditionalGeneration):
         text = self.config.text_config
         layers = range(text.num_hidden_layers)
         return [
-            KeyValueCache(prompt, most)
+            BlockCache(prompt, most, *self._cached_sizes)
             if text.is_full(i)
             else NgramCache()
             if text.has_ngrams(i)
@@ -140,5 +140,12 @@ class Qwen4ExpForConditionalGeneration(VLForConditionalGeneration):
     def new_pool(self, number: int, places: int, num_rows: int) -> RowPool:
         text = self.config.text_config
         if text.is_full(number):
-            return super().new_pool(number, places, num_rows)
+            return BlockPool(places, *self._cached_sizes)
         return NgramPool(num_rows) if text.has_ngrams(number) else DeltaPool(num_rows)
+
+    @property
+    def _cached_sizes(self) -> tuple[Any, ...]:
+        """Of `BlockPool`, behind its places."""
+        text, weight = self.config.text_config, self.language_model.embedding.embed_tokens.weight
+        heads, width = text.num_key_value_heads, text.head_dim
+        return heads, width, text.indexer_head_dim, text.rotary_dim, weight.dtype
