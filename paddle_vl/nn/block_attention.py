@@ -1,12 +1,12 @@
 """Causal attention of which each query sees the best blocks of its sample's tokens, and the tokens
 behind its last complete block: QSA of Qwen4-Exp.
 
-An indexer has a key per token and some query heads. The blocks of a sample are its tokens in groups
-of c, counted from its first one. A block's key is the mean of its tokens' keys, normalized, then
-rotated to the position of its first token. A query's score of a complete block is the sum over index
-heads of relu(q . k) / sqrt(C). It attends to the best J blocks and to the tail, the tokens behind
-the last complete block; among equal scores the lowest block number is taken. The choice is common to
-all heads and passes no gradient, so the indexer gets none.
+An indexer has a key per token and some query heads. The blocks of a sample are its tokens in
+groups of c, counted from its first one. A block's key is the mean of its tokens' keys, normalized,
+then rotated to the position of its first token. A query's score of a complete block is the sum over
+index heads of relu(q . k) / sqrt(C). It attends to the best J blocks and to the tail, the tokens
+behind the last complete block; among equal scores the lowest block number is taken. The choice is
+common to all heads and passes no gradient, so the indexer gets none.
 
 A query that sees at most J * c + c - 1 tokens sees all of them: there attention is dense.
 
@@ -51,9 +51,7 @@ _GATHERED_BYTES = 256 << 20
 
 
 @operation
-def block_keys(
-    raw_XcC: Tensor, weight_C: Tensor, epsilon: float, tables: RotaryTables
-) -> Tensor:
+def block_keys(raw_XcC: Tensor, weight_C: Tensor, epsilon: float, tables: RotaryTables) -> Tensor:
     """Keys of blocks `[X, C]`: the mean over c in float32, cast, `gemma_rms_norm`, rotation.
 
     Args:
@@ -163,13 +161,13 @@ class GatheredAttention(PyLayer):
     @staticmethod
     def backward(ctx, grad_QNH):
         q_TNH, k_RKH, v_RKH, chosen_QJ = ctx.saved_tensor()
-        given = [x.detach() for x in (q_TNH, k_RKH, v_RKH)]
+        q, k, v = given = [x.detach() for x in (q_TNH, k_RKH, v_RKH)]
         for x in given:
             x.stop_gradient = False
         grads = [paddle.zeros_like(x) for x in given]
         for chunk in _gathered_chunks(k_RKH, ctx.samples):
             with paddle.enable_grad():
-                out = _of_chunk(*given, chosen_QJ, chunk)
+                out = _of_chunk(q, k, v, chosen_QJ, chunk)
             of_chunk = paddle.grad(out, given, grad_QNH[chunk[0].numbers])
             for total, one in zip(grads, of_chunk, strict=True):
                 total.add_(one)
@@ -193,9 +191,7 @@ def block_attention(
     return paddle.index_select(rows, samples.order(q_TNH.shape[0]))
 
 
-def _dense(
-    q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, samples: BlockSamples
-) -> Iterator[Tensor]:
+def _dense(q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, samples: BlockSamples) -> Iterator[Tensor]:
     if (packed := samples.packed_dense) is None:
         for query, queries, key, keys in samples.dense_S4.tolist():
             k, v = (x[key : key + keys].unsqueeze(0) for x in (k_RKH, v_RKH))
@@ -216,8 +212,10 @@ class ChosenKeys:
         self, q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, key_bias: Tensor | None = None
     ) -> Tensor:
         """Attention `[B, L, N, H]`; the samples know which keys are hidden."""
-        rows = (x.reshape([-1, *x.shape[2:]]) for x in (q_BLNH, k_BSKH, v_BSKH))
-        return block_attention(*rows, self._chosen_QJ, self._samples).reshape(q_BLNH.shape)
+        q_TNH, k_RKH, v_RKH = (x.reshape([-1, *x.shape[2:]]) for x in (q_BLNH, k_BSKH, v_BSKH))
+        return block_attention(q_TNH, k_RKH, v_RKH, self._chosen_QJ, self._samples).reshape(
+            q_BLNH.shape
+        )
 
 
 class Indexer(nn.Layer):

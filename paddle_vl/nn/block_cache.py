@@ -1,15 +1,14 @@
 """What attention to chosen blocks keeps during generation: keys, values, and the indexer's keys.
 
-Beside the key and value of a token, its place of the memory has its index key and rotary table. When
-a block is complete, its key replaces that of its last token, which is not needed any more: places
-of a prompt that several rows share are only read then.
+Beside the key and value of a token, its place of the memory has its index key and rotary table.
+When a block is complete, its key replaces that of its last token, which is not needed any more:
+places of a prompt that several rows share are only read then.
 
 Shapes: as in `paddle_vl.nn.block_attention`; B batch, L new tokens, M places, F half the rotated
 channels.
 """
 
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import paddle

@@ -14,6 +14,7 @@ from paddle import Tensor
 from paddle.nn.initializer import Initializer
 
 from paddle_vl.nn.linear import Embedding
+from paddle_vl.nn.transfer import host_array
 
 PART_ROWS = 1 << 16
 
@@ -58,4 +59,4 @@ class NormalParts(Initializer):
 
 def draw_seed() -> int:
     """The seed of a table, from Paddle's global random state."""
-    return int(paddle.randint(0, (1 << 31) - 1, [1], dtype="int64").item())
+    return int(host_array(paddle.randint(0, (1 << 31) - 1, [1], dtype="int64"))[0])

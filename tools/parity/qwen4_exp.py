@@ -129,7 +129,8 @@ class _DecoderRecording(Recording):
             if name.endswith(" input") or kind == "router":
                 continue
             if kind in ("attn", "mlp"):
-                found |= {f"lm.{kind}_in.{number}": output[0], f"lm.{kind}_inject.{number}": output[1]}
+                found[f"lm.{kind}_in.{number}"] = output[0]
+                found[f"lm.{kind}_inject.{number}"] = output[1]
             elif kind == "embedding":
                 found["lm.inputs_embeds"] = output["hidden_states"]
             else:
@@ -175,9 +176,7 @@ def _compare_states(caches: list[Any], when: str, report: CaseReport) -> None:
             report.absolute("states", f"{when}.ple_conv_state.{i}", found, ACTIVATION)
 
 
-def _run_trajectory(
-    golden: Qwen4Folders, model: Any, case: QwenCase, report: CaseReport
-) -> None:
+def _run_trajectory(golden: Qwen4Folders, model: Any, case: QwenCase, report: CaseReport) -> None:
     """Loss and gradient norm of each step of training."""
     batch = golden.case(case.meta["batch_from"]).inputs()
     wanted = case.meta["steps"]

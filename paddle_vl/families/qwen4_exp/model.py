@@ -61,7 +61,7 @@ class DecoderLayer(nn.Layer):
         with_sums: bool = False,
         ids_BL: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The streams `[T, C]`; arguments as of `VLDecoderLayer`, then the ids of all token rows."""
+        """The streams `[T, C]`; arguments as of `VLDecoderLayer`, then ids of all rows."""
         if self.ple is not None:
             x_TC = x_TC + self.ple(x_TC, ids_BL, key_bias, cache, packed)
         read_TD, weights_TS = self.attn_hyper_connection(x_TC)
@@ -104,14 +104,22 @@ class LanguageModel(VLLanguageModel):
     """The decoder of Qwen4-Exp. Its first layer gets a copy of the embedded rows as each stream;
     behind the last a reader, without a norm, makes one of them."""
 
+    def __init__(self, config: Qwen4ExpConfig, placement: Placement):
+        super().__init__(config, placement)
+        self.streams = config.text_config.hc_count
+
     def make_layer(self, config: Qwen4ExpTextConfig, placement: Placement, number: int) -> nn.Layer:
         return DecoderLayer(config, placement, number)
 
     def make_norm(self, config: Qwen4ExpTextConfig) -> nn.Layer:
         return _reader(config, is_last=True)
 
+    @property
+    def row_width(self) -> int:
+        return self.streams * self.width
+
     def entering(self, x_TD: Tensor) -> Tensor:
-        return paddle.concat([x_TD] * self.embedding.text.hc_count, axis=-1)
+        return paddle.concat([x_TD] * self.streams, axis=-1)
 
     def own_inputs(self, inputs: dict[str, Any]) -> tuple[Any, ...]:
         return (inputs["input_ids"],)
