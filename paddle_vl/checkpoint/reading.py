@@ -20,7 +20,6 @@ from paddle import Tensor, nn
 from paddle_vl.checkpoint.rules import Same, StoredParameter, by_parameter, shared_slices
 from paddle_vl.nn.linear import whole_slices
 from paddle_vl.nn.parameter_table import ParameterTable, Spread, taken
-from paddle_vl.nn.row_table import draw_seed
 
 if TYPE_CHECKING:
     from paddle_vl.checkpoint.safetensors_io import StoredTensor
@@ -383,6 +382,8 @@ def drawn_values(
         draw = partial(drawn, items[0].parameter)
         targets = by_parameter(own[item.key] for item in items if item.key in own)
         if items[0].table[items[0].parameter].is_table:
+            from paddle_vl.nn.row_table import draw_seed
+
             target = targets[0][0].parameter if targets else None
             run = draw_seed if target is None else target.initialize
             steps.append(MaterializeStep(target, run))

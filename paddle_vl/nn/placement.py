@@ -40,7 +40,6 @@ from paddle_vl.nn.parameter_table import (
     ParamSpec,
     Tie,
 )
-from paddle_vl.nn.row_table import RowTable
 
 # Patches (pixels first) and grid of items (images, videos) to merged rows `[M, D]` and G levels of
 # `[M, D]`.
@@ -300,8 +299,8 @@ class LayerFactory:
     own_random: Callable[[], AbstractContextManager[None]] = nullcontext
     # Makes `separate_projections` from the arguments of `SeparateLinears`.
     separated: Callable[..., SeparateLinears] = SeparateLinears
-    # Makes a `row_table` from its arguments.
-    make_table: Callable[[int, int, float], nn.Layer] = RowTable
+    # Makes a `row_table` from its arguments; None for one with all rows.
+    make_table: Callable[[int, int, float], nn.Layer] | None = None
 
     def __init__(
         self,
@@ -419,7 +418,10 @@ class LayerFactory:
         The layer takes the row numbers of all token rows, `[T, Y]` int64, and returns the rows of
         this rank's token rows, `[T, Y, width]`.
         """
-        table = self.make_table(num_rows, width, init_std)
+        # Few models have such a table.
+        from paddle_vl.nn.row_table import RowTable
+
+        table = (self.make_table or RowTable)(num_rows, width, init_std)
         self.parameter_table.add(table.parameters(), ParamSpec(is_table=True))
         return table
 

@@ -104,6 +104,8 @@ class LanguageModel(VLLanguageModel):
     """The decoder of Qwen4-Exp. Its first layer gets a copy of the embedded rows as each stream;
     behind the last a reader, without a norm, makes one of them."""
 
+    own_inputs = ("input_ids",)
+
     def __init__(self, config: Qwen4ExpConfig, placement: Placement):
         super().__init__(config, placement)
         self.streams = config.text_config.hc_count
@@ -120,9 +122,6 @@ class LanguageModel(VLLanguageModel):
 
     def entering(self, x_TD: Tensor) -> Tensor:
         return paddle.concat([x_TD] * self.streams, axis=-1)
-
-    def own_inputs(self, inputs: dict[str, Any]) -> tuple[Any, ...]:
-        return (inputs["input_ids"],)
 
 
 class Qwen4ExpForConditionalGeneration(VLForConditionalGeneration):

@@ -486,8 +486,11 @@ class VLLanguageModel(nn.Layer, ABC):
 
     Attributes:
         norm_class: of the final norm.
+        own_inputs: names of the decoder's inputs that layers take behind the arguments of
+            `VLDecoderLayer`.
     """
 
+    own_inputs: ClassVar[tuple[str, ...]] = ()
     norm_class: ClassVar[type[RMSNorm | GemmaRMSNorm]] = RMSNorm
 
     def __init__(self, config: VLConfig, placement: Placement):
@@ -529,10 +532,6 @@ class VLLanguageModel(nn.Layer, ABC):
     def entering(self, x_TD: Tensor) -> Tensor:
         """What the first layer gets of the embedded token rows."""
         return x_TD
-
-    def own_inputs(self, inputs: dict[str, Any]) -> tuple[Any, ...]:
-        """What layers take behind the arguments of `VLDecoderLayer`, of the decoder's inputs."""
-        return ()
 
     def run(
         self,
@@ -579,7 +578,8 @@ class VLLanguageModel(nn.Layer, ABC):
             key_bias = (1.0 - inputs["attention_mask"].astype("float32")) * MASKED_SCORE
         if caches is not None:
             key_bias = caches[layers[0]].mask(inputs["position_ids"].shape[-1], key_bias)
-        packed, rows, own = inputs.get("packed"), inputs.get("routed_rows"), self.own_inputs(inputs)
+        packed, rows = inputs.get("packed"), inputs.get("routed_rows")
+        own = [inputs[name] for name in self.own_inputs]
         if layers.start == 0:
             x_TD = self.entering(x_TD)
         for i in layers:
@@ -589,7 +589,7 @@ class VLLanguageModel(nn.Layer, ABC):
                 x_TD, sums_2E = self.layers[i](x_TD, *shared, rows, True, *own)
                 balance.add(sums_2E)
             else:
-                x_TD = self.layers[i](x_TD, *shared, rows, False, *own)
+                x_TD = self.layers[i](x_TD, *shared, rows, *((False, *own) if own else ()))
             if i in levels:
                 x_TD = self.deepstack_layers[i](x_TD, levels[i], inputs["visual_update_indices"])
         return x_TD
