@@ -266,7 +266,6 @@ RUNS = {
     "3.5 mix": Run(QWEN3_5, _MIXED, _DIGITS_3_5, (*_CORPUS, _ITS_PROCESSOR)),
     "3.5 moe": Run(QWEN3_5_MOE, "packed", _DIGITS_3_5, _EXPERTS_OF_QWEN3_5),
     "4": Run(QWEN4_EXP, "packed", _DIGITS_4),
-    "4 padded": Run(QWEN4_EXP, "padded", _DIGITS_4, _PADDED, 8),
     "4 plain": Run(QWEN4_EXP, "no n-grams", _DIGITS_4, _NO_NGRAMS),
     "4 frozen": Run(QWEN4_EXP, "frozen tables", _DIGITS_4, _FROZEN_TABLES),
     "4 watched": Run(QWEN4_EXP, _ANSWERING, _DIGITS_4, _ANSWERED),
