@@ -39,6 +39,7 @@ class SampledAnswers:
         if isinstance(train_data, ConversationData):
             self.prompts = Prompts(train_data, self.settings.max_completion_length)
             self.prompts.check_room()
+            self.prompts.check_reasoning(self.settings.patterns)
         text = model_config.text_config
         aux_weight = text.router_aux_loss_coef if text.has_balance_loss(None) else None
         self.loss, self.groups = RolloutLoss(self.settings, aux_weight), {}

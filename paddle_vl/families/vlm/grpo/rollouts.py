@@ -25,7 +25,7 @@ from paddle_vl.families.vlm.grpo.advantages import advantages, total_rewards
 from paddle_vl.families.vlm.grpo.metrics import check_sampler, completion_metrics, reward_metrics
 from paddle_vl.families.vlm.grpo.objective import GAP_MEAN
 from paddle_vl.families.vlm.grpo.rewards import Rewards, SampledAnswer
-from paddle_vl.families.vlm.grpo.settings import GRPOConfig
+from paddle_vl.families.vlm.grpo.settings import FORMAT, GRPOConfig
 from paddle_vl.families.vlm.grpo.window import Group, Sample
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.inputs.prompts import Prompts
@@ -81,7 +81,7 @@ class Rollouts:
         )
         chosen = settings.outcome_rewards
         if chosen is None:
-            chosen = [each for each in settings.rewards if not each.startswith("format:")]
+            chosen = [each for each in settings.rewards if not each.startswith(FORMAT)]
         chosen = chosen or settings.rewards
         self._outcomes = [settings.rewards.index(each) for each in chosen]
 
