@@ -61,6 +61,7 @@ from paddle_vl.train.resume import changed_settings, check_pretrained, checkpoin
 from paddle_vl.train.rollouts import RolloutFeed
 from paddle_vl.train.run_lock import RunLock
 from paddle_vl.train.schedule import RunLength, seed_everything
+from paddle_vl.train.server_sampling import ServerSampler
 from paddle_vl.train.split_sampling import SplitSampler
 from paddle_vl.train.step import Runner
 from paddle_vl.train.trainer import Trainer
@@ -212,8 +213,10 @@ def _build(
     if family.samples_answers:
         rollouts = family.rollouts(model, built.collator)
         parallel, sample = config.parallel, partial(rollouts.sampled, model)
+        if rollouts.server is not None:
+            sample = ServerSampler(rollouts, ranks, config.trains_adapters)
         # Layers that are whole on no rank, or gathered from several at every pass.
-        if model.placement.splits_parameters or parallel.sharding_stage == 3:
+        elif model.placement.splits_parameters or parallel.sharding_stage == 3:
             sample = SplitSampler(rollouts, runner, ranks, model.placement.ops.row_part.size)
         feed = RolloutFeed(
             loader, rollouts, sample, runner,
@@ -248,6 +251,12 @@ def _build(
     else:
         # Ranks leave together, between the answers to some prompts.
         feed.received = lambda: trainer.stop.received
+        if isinstance(sample, ServerSampler):
+            save = partial(
+                trainer.writer.save_final, fill=trainer.save_model, streamed=trainer.save_streamed
+            )
+            sample.write = lambda folder, step: save(step, folder=folder)
+            feed.before_generation = sample.hand_over
     if isinstance(engine.own_runner, ColocatedRunner):
         engine.own_runner.upcoming = trainer.feed.upcoming
     if checkpoint is not None:
