@@ -10,7 +10,15 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from paddle_vl.nn import attention, delta_rule, experts, gpu, linear, operations
+from paddle_vl.nn import (
+    attention,
+    delta_rule,
+    experts,
+    gpu,
+    linear,
+    operations,
+    residual_streams,
+)
 from paddle_vl.nn import chunked_delta_rule as chunked
 from paddle_vl.nn.cpu import attention as blocks
 from paddle_vl.nn.cpu import compiled as c
@@ -120,7 +128,9 @@ TABLE: dict[Operation, list[Kernel]] = {
         Kernel("cpu", "Paddle", chunked.causal_conv_silu, chunked.fits_convolution),
         Kernel("gpu", "Paddle", chunked.causal_conv_silu, chunked.fits_convolution),
     ],
-    delta_rule.gated_rms_norm: [Kernel("cpu", "C", c.gated_rms_norm, cpu.is_dense)],
+    delta_rule.gated_rms_norm: [Kernel("cpu", "C", c.gated_rms_norm, c.fits_gated_norm)],
+    # Residual streams
+    residual_streams.read_streams: _on_both(residual_streams.ReadStreams),
     # Experts
     experts.permuted_copies: _on_both(experts.PermuteRows),
     experts.grouped_linear: [

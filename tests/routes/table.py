@@ -213,11 +213,16 @@ _RATED_PAGES = (
 )
 _MERGERS = _lora(modules_to_save="[mergers]")
 _DORA = _lora(use_dora="true")
+_FROZEN_TABLES = ("model.freeze=['*ngram_embedding.weight']",)
 VL, MOE = "Qwen3-VL", "Qwen3-VL with experts"
 QWEN3_5, QWEN3_5_MOE = "Qwen3.5", "Qwen3.5 with experts"
+# The root in the gates of n-grams amplifies the rounding of a sum in another order.
+_NO_NGRAMS = ("model.config.text_config.ple_layer_ids=[]",)
+QWEN4_EXP = "Qwen4-Exp"
 OCR = "PaddleOCR-VL"
 POLICY, PLANNER = "pi07 policy", "pi07 planner"
 _DIGITS, _DIGITS_3_5 = "quickstart/digits.yaml", "quickstart/digits_qwen3_5.yaml"
+_DIGITS_4 = "quickstart/digits_qwen4_exp.yaml"
 _MIX, _ANSWERS = "quickstart/digits_pretraining.yaml", "quickstart/digits_answers.yaml"
 _DOCUMENTS = "quickstart/documents.yaml"
 _ARM, _PLANS, _EIGHT = "pi07/tiny_cpu.yaml", "pi07/planner_cpu.yaml", "pi07/one_node_8_gpus.yaml"
@@ -260,6 +265,15 @@ RUNS = {
     "3.5 kto": Run(QWEN3_5, _RATED, _DIGITS_3_5, (*_from("3.5"), *_KTO), 8),
     "3.5 mix": Run(QWEN3_5, _MIXED, _DIGITS_3_5, (*_CORPUS, _ITS_PROCESSOR)),
     "3.5 moe": Run(QWEN3_5_MOE, "packed", _DIGITS_3_5, _EXPERTS_OF_QWEN3_5),
+    "4": Run(QWEN4_EXP, "packed", _DIGITS_4),
+    "4 plain": Run(QWEN4_EXP, "no n-grams", _DIGITS_4, _NO_NGRAMS),
+    "4 frozen": Run(QWEN4_EXP, "frozen tables", _DIGITS_4, _FROZEN_TABLES),
+    "4 watched": Run(QWEN4_EXP, _ANSWERING, _DIGITS_4, _ANSWERED),
+    "4 lora": Run(QWEN4_EXP, "LoRA", _DIGITS_4, (*_from("4"), *_MERGERS)),
+    "4 dora": Run(QWEN4_EXP, "DoRA", _DIGITS_4, (*_from("4"), *_DORA)),
+    "4 dpo": Run(QWEN4_EXP, _PAIRS, _DIGITS_4, (*_from("4"), *_DPO)),
+    "4 kto": Run(QWEN4_EXP, _RATED, _DIGITS_4, (*_from("4"), *_KTO), 8),
+    "4 mix": Run(QWEN4_EXP, _MIXED, _DIGITS_4, (*_CORPUS, _ITS_PROCESSOR)),
     "ocr": Run(OCR, "packed, tied head", _DOCUMENTS, (*_PAGES, *_TIED)),
     "ocr padded": Run(OCR, "padded", _DOCUMENTS, (*_PAGES, *_PADDED), 8),
     "ocr guarded": Run(OCR, f"{_ANSWERING}, guard", _DOCUMENTS, _GUARDED),
@@ -365,6 +379,7 @@ FAMILIES = [
     *_rows("3.5 kto", "mp2 SP"),
     *_rows("3.5 mix", "dp2"),
     *_rows("3.5 moe", "ep2", "ep2 mp2 SP"),
+    *_rows("4", "1 rank -> 1 rank", "sharding2 -> dp2"),
     *_rows("ocr", "1 rank -> 1 rank", "mp2 SP -> pp2"),
 ]
 POLICIES = [
@@ -388,6 +403,16 @@ HEAVY = [
     *_rows("packed", "mp2 SP pp2", "sharding2 stage 3 mp2 SP", "sharding2 pp2"),
     *_rows("packed", "dp2 sharding2 stage 2", "cp2 gather mp2 SP", "cp2 ulysses mp2 SP"),
     *_rows("packed", "cp2 gather pp2", "cp2 ulysses pp2", "colocated dp2 pp2"),
+    *_rows("4", "dp2", "sharding2 stage 2", "sharding2 stage 3", "ep2", "pp2"),
+    *_rows("4 plain", "mp2", "mp2 SP", "mp2 SP pp2"),
+    *_rows("4 frozen", "dp2"),
+    *_rows("4 watched", "1 rank -> 1 rank"),
+    *_rows("4 lora", "dp2"),
+    *_rows("4 dora", "dp2"),
+    *_rows("4 dpo", "dp2"),
+    *_rows("4 kto", "1 rank -> 1 rank"),
+    # The root in the gates of n-grams amplifies the rounding of a sum in another order.
+    *_rows("4 mix", "1 rank -> 1 rank"),
     *_rows("ocr", "dp2", "pp2", "sharding2", "sharding2 stage 2"),
     *_rows("ocr", "sharding2 stage 3 -> sharding2 stage 3", "cp2 gather", "cp2 ulysses stage 3"),
     *_rows("ocr", "colocated pp2, tower mp2 -> colocated pp2"),

@@ -189,6 +189,13 @@ class Qwen35Folders(QwenFolders):
         return QwenCase(file.parent.name, kind, file, self)
 
 
+class Qwen4Folders(Qwen35Folders):
+    """Cases of Qwen4-Exp, without those of rows fed in pieces and of hashes alone."""
+
+    def _case(self, file: Path) -> QwenCase | None:
+        return None if file.parent.name in ("pieces", "ngram_hash") else super()._case(file)
+
+
 class PaddleOCRFolders(Qwen35Folders):
     """Cases of PaddleOCR-VL: those of models, of the processor, and of templates."""
 

@@ -92,8 +92,7 @@ class Recorder:
             self._full[id(parameter)] = size = prod(whole.shape)
             own = None if parameter.stop_gradient else step.store.shard_of(parameter)
             if own is not None and own is not parameter:
-                is_expert = table[parameter].is_expert
-                group = topology.expert_sharding_group if is_expert else topology.sharding_group
+                group = topology.sharding_group_of(table[parameter])
                 self._full[id(own)] = -(-size // group.nranks)
         units = step.model.decoder_layers
         if topology.encoder is None:
@@ -185,8 +184,7 @@ class Recorder:
         sizes = []
         for parameter in trained if are_slices else ():
             spec = table[parameter]
-            shards = topology.expert_sharding_group if spec.is_expert else topology.sharding_group
-            ranks = shards.nranks
+            ranks = topology.sharding_group_of(spec).nranks
             if group is topology.mp_group.process_group:
                 takes_part = spec.has_partial_gradient
             else:

@@ -129,7 +129,7 @@ def test_an_evaluation_asks_held_out_prompts(data, tmp_path):
     assert 0 <= line["eval_exact_match"] <= 1
     assert "eval_loss" not in line
     answers = (tmp_path / "predictions.jsonl").read_text().splitlines()
-    assert [json.loads(each)["expected"] for each in answers] == [
-        json.loads(each)["solution"]
+    assert [(json.loads(each)["expected"], json.loads(each)["task"]) for each in answers] == [
+        (json.loads(each)["solution"], "red")
         for each in data.with_name("test.jsonl").read_text().splitlines()
     ]
