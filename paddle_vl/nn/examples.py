@@ -32,6 +32,7 @@ from paddle_vl.nn.attention_masks import (
     KeyMask,
     SliceMask,
 )
+from paddle_vl.nn.block_samples import BlockSamples, BlockSizes, equal_samples
 from paddle_vl.nn.delta_rule import (
     CausalConvSiLU,
     Decay,
@@ -381,6 +382,31 @@ def _read_streams(r: Rng, s: Sizes, writes: bool) -> Inputs:
     return Inputs((_x(r, s, 4), normal(r, channels, scale=0.2), down, up, inject, 4, 1e-6))
 
 
+def _block_samples(s: Sizes) -> BlockSamples:
+    return equal_samples(1, s.rows, BlockSizes(4, s.rows // 16))
+
+
+def _block_keys(r: Rng, s: Sizes) -> Inputs:
+    blocks, half = s.rows // 4, s.head_width // 2
+    tables = RotaryTables(normal(r, blocks, half), normal(r, blocks, half))
+    raw, weight = normal(r, blocks, 4, s.head_width), normal(r, s.head_width, scale=0.2)
+    return Inputs((raw, weight, 1e-6, tables))
+
+
+def _chosen_blocks(r: Rng, s: Sizes) -> Inputs:
+    q, keys = normal(r, s.rows, 2, s.head_width), normal(r, s.rows // 4, s.head_width)
+    return Inputs((q, keys, lambda: _block_samples(s)))
+
+
+def _chosen(r: Rng, s: Sizes) -> Inputs:
+    """Blocks of the queries that choose: their first ones."""
+    sizes = BlockSizes(4, s.rows // 16)
+    chosen = np.tile(np.arange(sizes.chosen, dtype=np.int32), [s.rows - sizes.reach, 1])
+    q = normal(r, s.rows, s.heads, s.head_width)
+    k, v = (normal(r, s.rows, s.key_heads, s.head_width) for _ in range(2))
+    return Inputs((q, k, v, chosen, lambda: _block_samples(s)))
+
+
 def _segments(r: Rng, s: Sizes, *runs: tuple[int, int], as_runs: bool = True) -> Inputs:
     """Runs of so many segments of one length."""
     rows = sum(count * length for count, length in runs)
@@ -473,6 +499,10 @@ ROWS: dict[str, Make] = {
     "ngram_gates": _ngram_gates,
     "dilated_conv_silu": _dilated,
     "dilated_conv_silu.packed": lambda r, s: _dilated(r, s, s.length // 3, s.length - 2),
+    "block_keys": _block_keys,
+    "chosen_blocks": _chosen_blocks,
+    "chosen_attention": _chosen,
+    "block_attention": _chosen,
     "biased_linear": _biased_linear,
     "swiglu_mlp": _swiglu_mlp,
     "apply_rotary": _apply_rotary,
