@@ -388,9 +388,9 @@ def _block_samples(s: Sizes) -> BlockSamples:
 
 def _block_keys(r: Rng, s: Sizes) -> Inputs:
     blocks, half = s.rows // 4, s.head_width // 2
-    tables = RotaryTables(normal(r, blocks, half), normal(r, blocks, half))
+    tables: Any = normal(r, blocks, half), normal(r, blocks, half)
     raw, weight = normal(r, blocks, 4, s.head_width), normal(r, s.head_width, scale=0.2)
-    return Inputs((raw, weight, 1e-6, tables))
+    return Inputs((raw, weight, 1e-6, RotaryTables(*tables)))
 
 
 def _chosen_blocks(r: Rng, s: Sizes) -> Inputs:
