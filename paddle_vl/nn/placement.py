@@ -416,8 +416,8 @@ class LayerFactory:
         """A table `[num_rows, width]` that may be larger than the memory of a device, drawn from a
         normal of std `init_std`.
 
-        The layer takes the row numbers of all token rows, `[T, Y]` int64, and returns the rows of
-        this rank's token rows, `[T, Y, width]`.
+        The layer takes what its `plan` makes of the row numbers of all token rows, `[T, Y]` int64,
+        and returns the rows of this rank's token rows, `[T, Y, width]`.
         """
         table = self.make_table(num_rows, width, init_std)
         self.parameter_table.add(table.parameters(), ParamSpec(is_table=True))

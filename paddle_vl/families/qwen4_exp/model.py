@@ -61,9 +61,9 @@ class DecoderLayer(nn.Layer):
         with_sums: bool = False,
         ids_BL: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The streams `[T, C]`; arguments as of `VLDecoderLayer`, then the ids of all token rows."""
+        """The streams `[T, C]`; arguments as of `VLDecoderLayer`, then ids of all token rows."""
         if self.ple is not None:
-            x_TC = x_TC + self.ple(x_TC, ids_BL, key_bias, cache, packed)
+            x_TC = x_TC + self.ple(x_TC, ids_BL, key_bias, cache, packed, rows)
         read_TD, weights_TS = self.attn_hyper_connection(x_TC)
         mixed_TD = getattr(self, self.mixer_name)(read_TD, tables, key_bias, cache, packed)
         x_TC = write_streams(x_TC, mixed_TD, weights_TS)
@@ -109,6 +109,9 @@ class LanguageModel(VLLanguageModel):
 
     def make_norm(self, config: Qwen4ExpTextConfig) -> nn.Layer:
         return _reader(config, is_last=True)
+
+    def width(self, config: Qwen4ExpTextConfig) -> int:
+        return config.hc_count * config.hidden_size
 
     def entering(self, x_TD: Tensor) -> Tensor:
         return paddle.concat([x_TD] * self.embedding.text.hc_count, axis=-1)

@@ -3,8 +3,8 @@ that every token goes to.
 
 Shapes: T token rows (this rank's shard under sequence parallelism), D width.
 
-Source: Qwen3_5GatedDeltaNet and Qwen3_5MoeSparseMoeBlock of HF transformers, modeling_qwen3_5.py and
-modeling_qwen3_5_moe.py.
+Source: Qwen3_5GatedDeltaNet and Qwen3_5MoeSparseMoeBlock of HF transformers, modeling_qwen3_5.py
+and modeling_qwen3_5_moe.py.
 """
 
 from typing import Any

@@ -520,6 +520,10 @@ class VLLanguageModel(nn.Layer, ABC):
         """What makes the head's rows `[T, D]` of the last layer's, of the text configuration."""
         return self.norm_class(config.hidden_size, config.rms_norm_eps)
 
+    def width(self, config: Any) -> int:
+        """Numbers of a token row between layers, of the text configuration."""
+        return config.hidden_size
+
     def entering(self, x_TD: Tensor) -> Tensor:
         """What the first layer gets of the embedded token rows."""
         return x_TD
