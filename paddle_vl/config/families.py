@@ -24,6 +24,7 @@ class ModelShape:
         num_experts: experts of a layer; 0 without experts.
         shared_expert_intermediate_size: inner width of an expert of all tokens; 0 without one.
         linear_num_key_heads: key heads of layers with a state in place of keys; 0 without such.
+        table_rows: rows of each table that is divided by rows.
     """
 
     num_attention_heads: int
@@ -35,6 +36,7 @@ class ModelShape:
     num_experts: int = 0
     shared_expert_intermediate_size: int = 0
     linear_num_key_heads: int = 0
+    table_rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

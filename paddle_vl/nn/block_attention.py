@@ -41,9 +41,9 @@ from paddle_vl.nn.block_samples import (
     padded_samples,
 )
 from paddle_vl.nn.dispatch import operation
-from paddle_vl.nn.linear import Linear
 from paddle_vl.nn.operations import GemmaRMSNorm, gemma_rms_norm
 from paddle_vl.nn.placement import RegionOps
+from paddle_vl.nn.residual_streams import Weight
 
 # Bytes of the scores, and of the gathered keys, of a chunk of queries.
 _SCORE_BYTES = 64 << 20
@@ -240,7 +240,8 @@ class Indexer(nn.Layer):
         super().__init__()
         self.sizes, self.epsilon, self._ops = sizes, epsilon, ops
         self._heads, self._width = heads, head_width
-        self.index_qk_proj = Linear(width, (heads + 1) * head_width, False, init_std)
+        # No linear, which could be adapted.
+        self.index_qk_proj = Weight([width, (heads + 1) * head_width], init_std)
         self.q_layernorm = GemmaRMSNorm(head_width, epsilon)
         self.k_layernorm = GemmaRMSNorm(head_width, epsilon)
         for parameter in self.parameters():
@@ -266,7 +267,7 @@ class Indexer(nn.Layer):
         """Queries `[T, I, C]`, normalized and rotated, and keys `[T, C]` as projected, of the token
         rows of all ranks."""
         num_rows = tables.cos_TH.shape[0] * tables.cos_TH.shape[1]
-        rows = self._ops.leave_rows(self.index_qk_proj(x_TD), num_rows)
+        rows = self._ops.leave_rows(paddle.matmul(x_TD, self.index_qk_proj.weight), num_rows)
         q, raw_TC = paddle.split(rows, [self._heads * self._width, self._width], axis=-1)
         normed = self.q_layernorm(q.reshape([num_rows, self._heads, self._width]))
         cos, sin = (x.reshape([num_rows, 1, -1]) for x in tables.astype(x_TD.dtype))

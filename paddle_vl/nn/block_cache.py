@@ -9,6 +9,7 @@ channels.
 """
 
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import paddle
@@ -110,24 +111,15 @@ class ChosenPlaces(PagedKeys):
 class BlockPool(KeyValuePool):
     """`KeyValuePool` of a layer whose `Indexer` chooses, before it attends.
 
-    Args:
-        heads, width: K, H.
-        index_width: C.
-        rotated: channels that the rotary tables have.
+    Its memories are made of the first tokens, of which a rank may have some of the heads.
     """
 
-    def __init__(
-        self,
-        places: int,
-        heads: int,
-        width: int,
-        index_width: int,
-        rotated: int,
-        dtype: paddle.dtype,
-    ):
-        super().__init__(places, heads, width, dtype)
-        self._index = paddle.empty([places, index_width], dtype)
-        self._tables = paddle.empty([places, rotated], dtype)
+    def __init__(self, places: int):
+        self._num_places = places
+        self._key: Any = None
+        self._value: Any = None
+        self._index: Any = None
+        self._tables: Any = None
         self._places: BlockPlaces | None = None
         self._chosen_QJ: Tensor | None = None
 
@@ -144,8 +136,8 @@ class BlockPool(KeyValuePool):
         places = self._places = paged.once(BlockPlaces, indexer.sizes)
         q_TIC, raw_TC = indexer(x_TD, tables)
         halves = [x.flatten(0, 1).chunk(2, axis=-1)[0] for x in tables.astype(x_TD.dtype)]
-        paddle.scatter_(self._index, paged.new, raw_TC)
-        paddle.scatter_(self._tables, paged.new, paddle.concat(halves, axis=-1))
+        self._keep("_index", raw_TC)
+        self._keep("_tables", paddle.concat(halves, axis=-1))
         if places.members is not None and places.lasts is not None:
             first = places.members[:: indexer.sizes.size]
             cos_XF, sin_XF = paddle.index_select(self._tables, first).chunk(2, axis=-1)
@@ -157,10 +149,21 @@ class BlockPool(KeyValuePool):
             keys_XC = paddle.index_select(self._index, places.keys)
             self._chosen_QJ = chosen_blocks(q_TIC, keys_XC, places.samples)
 
+    def _keep(self, name: str, new: Tensor) -> None:
+        """Write rows of new tokens to a memory."""
+        if getattr(self, name) is None:
+            setattr(self, name, paddle.empty([self._num_places, *new.shape[1:]], new.dtype))
+        paddle.scatter_(getattr(self, name), self.paged.new, new)
+
+    def _append(self, key_BLKH: Tensor, value_BLKH: Tensor, paged: PagedKeys) -> None:
+        self._keep("_key", key_BLKH.flatten(0, 1))
+        self._keep("_value", value_BLKH.flatten(0, 1))
+
     @property
     def takes_token(self) -> bool:
-        """Whether the rows that run next have one token each, and see all keys."""
-        return self._chosen_QJ is None and super().takes_token
+        """Whether the rows that run next have one token each, and see all keys, of which there
+        are some."""
+        return self._chosen_QJ is None and self._key is not None and super().takes_token
 
     def for_token(self, paged: CachedKeys) -> TokenKeys:
         return super().for_token(self.paged)
@@ -200,17 +203,8 @@ class BlockCache(BlockPool):
 
     CHUNK = 64
 
-    def __init__(
-        self,
-        prompt: int,
-        most: int | None,
-        heads: int,
-        width: int,
-        index_width: int,
-        rotated: int,
-        dtype: paddle.dtype,
-    ):
-        super().__init__(0, heads, width, index_width, rotated, dtype)
+    def __init__(self, prompt: int, most: int | None):
+        super().__init__(0)
         self.length, self._prompt, self._most, self._capacity = 0, prompt, most, 0
 
     def mask(self, num_new: int, key_bias_BS: Tensor | None) -> CachedKeys:
@@ -228,14 +222,13 @@ class BlockCache(BlockPool):
         needed = max(self.length, self._prompt)
         room = needed + max(self.CHUNK, needed // 8)
         room = room if self._most is None else max(needed, min(room, self._most))
-        for name in ("_key", "_value", "_index", "_tables"):
+        for name in ("_key", "_value", "_index", "_tables") if past else ():
             old = getattr(self, name)
             shape = [batch, room, *old.shape[1:]]
             new = paddle.empty(shape, old.dtype)
-            if past:
-                new[:, :past] = old.reshape([batch, self._capacity, *shape[2:]])[:, :past]
+            new[:, :past] = old.reshape([batch, self._capacity, *shape[2:]])[:, :past]
             setattr(self, name, new.flatten(0, 1))
-        self._capacity = room
+        self._capacity, self._num_places = room, batch * room
 
     def _attend_to_all(
         self, q_BLNH: Tensor, key_BLKH: Tensor, value_BLKH: Tensor, shared: CachedKeys

@@ -25,6 +25,7 @@ from paddle import Tensor, nn
 from paddle_vl.nn.attention import PackedSamples
 from paddle_vl.nn.delta_rule import DeltaCache, DeltaPool, Reach, real_tokens
 from paddle_vl.nn.dispatch import operation
+from paddle_vl.nn.experts import RoutedRows
 from paddle_vl.nn.linear import Linear
 from paddle_vl.nn.operations import slice_axis
 from paddle_vl.nn.placement import Placement
@@ -272,11 +273,24 @@ class NgramTable(nn.Layer):
         )
 
     def forward(
-        self, ids_BL: Tensor, before_BN: Tensor | None = None, place_T: Tensor | None = None
+        self,
+        ids_BL: Tensor,
+        before_BN: Tensor | None = None,
+        place_T: Tensor | None = None,
+        rows: RoutedRows | None = None,
     ) -> Tensor:
-        """Rows `[T, E]` of this rank's token rows, of the ids of all."""
-        rows_TY = ngram_rows(ids_BL, self.constants, self.boundary, before_BN, place_T)
-        return self.ngram_embedding(rows_TY).flatten(start_axis=1)
+        """Rows `[T, E]` of this rank's token rows, of the ids of all.
+
+        Args:
+            rows: keeps the plan of the look-up for a recomputed pass.
+        """
+
+        def planned() -> Any:
+            rows_TY = ngram_rows(ids_BL, self.constants, self.boundary, before_BN, place_T)
+            return self.ngram_embedding.plan(rows_TY)
+
+        plan = planned() if rows is None else rows.plan(self, planned)
+        return self.ngram_embedding(plan).flatten(start_axis=1)
 
 
 class PerLayerEmbedding(nn.Layer):
@@ -324,12 +338,14 @@ class PerLayerEmbedding(nn.Layer):
         key_bias: Any = None,
         cache: NgramCache | NgramPool | None = None,
         packed: PackedSamples | None = None,
+        rows: RoutedRows | None = None,
     ) -> Tensor:
         """What is added to this rank's streams, `[T, C]`.
 
         Args:
             ids_BL: of all token rows.
             key_bias, packed: as of `attention.self_attention`.
+            rows: those of the layer's experts.
         """
         length = ids_BL.shape[1]
         real_BL1 = real_tokens(key_bias, length)
@@ -338,7 +354,7 @@ class PerLayerEmbedding(nn.Layer):
             ids_BL = paddle.where(real_BL1.squeeze(-1), ids_BL, filler)
         before_BN = None if cache is None else self._ids_before(ids_BL, cache)
         place_T = None if packed is None else packed.once(_Places).place_T
-        rows_TE = self.ple_embedding(ids_BL, before_BN, place_T)
+        rows_TE = self.ple_embedding(ids_BL, before_BN, place_T, rows)
         gates_TS = ngram_gates(
             x_TC,
             self.key_proj(rows_TE),
@@ -383,9 +399,10 @@ class PerLayerEmbedding(nn.Layer):
             return dilated_conv_silu(
                 u_TC.unsqueeze(0), weight_CJ, self.dilation, before_PC.unsqueeze(0), place_1T
             ).squeeze(0)
-        u_BLC, before_BPC = u_TC.reshape([batch, length, channels]), cache.ngram_rows_BPC
+        # Sequence parallelism divides prompts.
+        u_BLC, before_BPC = u_TC.reshape([-1, length, channels]), cache.ngram_rows_BPC
         if before_BPC is None:
-            before_BPC = paddle.zeros([batch, reach, channels], u_TC.dtype)
+            before_BPC = paddle.zeros([u_BLC.shape[0], reach, channels], u_TC.dtype)
         last = paddle.concat([before_BPC, u_BLC], axis=1)[:, -reach:]
         cache.ngram_rows_BPC = last.clone()
         return dilated_conv_silu(u_BLC, weight_CJ, self.dilation, before_BPC).reshape(u_TC.shape)

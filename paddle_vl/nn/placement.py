@@ -415,8 +415,8 @@ class LayerFactory:
         """A table `[num_rows, width]` that may be larger than the memory of a device, drawn from a
         normal of std `init_std`.
 
-        The layer takes the row numbers of all token rows, `[T, Y]` int64, and returns the rows of
-        this rank's token rows, `[T, Y, width]`.
+        The layer takes what its `plan` makes of the row numbers of all token rows, `[T, Y]` int64,
+        and returns the rows of this rank's token rows, `[T, Y, width]`.
         """
         # Few models have such a table.
         from paddle_vl.nn.row_table import RowTable

@@ -29,6 +29,10 @@ class RowTable(Embedding):
     def __init__(self, num_rows: int, width: int, init_std: float = 0.02, first: int = 0):
         super().__init__(num_rows, width, law=NormalParts(init_std, first))
 
+    def plan(self, numbers_TY: Tensor) -> Any:
+        """What the layer takes, of the row numbers of all token rows: on one device these."""
+        return numbers_TY
+
 
 class NormalParts(Initializer):
     """A normal distribution, drawn in float32 for the rows of a table from number `first` on.

@@ -30,7 +30,6 @@ from paddle_vl.nn.operations import slice_axis
 from paddle_vl.nn.placement import EncodeItems, EncodePatches, RegionOps, Vocabulary
 from paddle_vl.nn.transfer import device_tensor, rows_in_order
 from paddle_vl.parallel.collectives import (
-    all_gathered,
     all_gathered_in_order,
     all_reduced,
     all_to_all,
@@ -233,7 +232,13 @@ class FleetRegionOps(SpreadOps):
     def preceding_rows(self, x_TC: Tensor, count: int) -> Tensor:
         if not self.sequence_parallel:
             return super().preceding_rows(x_TC, count)
-        return _PrecedingRows.apply(x_TC, count, self.mp_group)
+        # The last rows of all ranks; of ranks with fewer rows, all.
+        own = min(count, x_TC.shape[0])
+        tails = AllGatherOp.apply(x_TC[-own:])
+        # All ranks use them in the same way, so that all sum their gradients.
+        seen = paddle.concat([super().preceding_rows(x_TC, count), tails])
+        begin = self.mp_group.rank * own
+        return slice_axis(seen, begin, begin + count)
 
     def enter_rows(self, x_TD: Tensor) -> Tensor:
         return ScatterOp.apply(x_TD) if self.sequence_parallel else x_TD
@@ -328,30 +333,6 @@ class _SendRows(PyLayer):
         if not sum(leaving):
             return zeros_MC
         return paddle.scatter_(zeros_MC, ctx.sent, rows, overwrite=ctx.is_once)
-
-
-class _PrecedingRows(PyLayer):
-    """The rows before this rank's first one, `[count, C]`; zeros before the first rank's. Backward
-    sends their gradients to the ranks before."""
-
-    @staticmethod
-    def forward(ctx, x_TC, count, group):
-        kept, rank = min(count, x_TC.shape[0]), group.rank
-        ctx.sizes, ctx.shape, ctx.group = (count, kept), x_TC.shape, group
-        before = all_gathered(x_TC[-kept:], group)[: rank * kept][-count:]
-        zeros = paddle.zeros([count - before.shape[0], x_TC.shape[1]], x_TC.dtype)
-        return paddle.concat([zeros, before]) if rank else zeros
-
-    @staticmethod
-    def backward(ctx, grad):
-        (count, kept), rank = ctx.sizes, ctx.group.rank
-        used = min(count, rank * kept)
-        of_ranks = paddle.zeros([ctx.group.nranks * kept, ctx.shape[1]], grad.dtype)
-        if used:
-            of_ranks[rank * kept - used : rank * kept] = grad[count - used :]
-        own = all_reduced(of_ranks, ctx.group)[rank * kept : (rank + 1) * kept]
-        zeros = paddle.zeros([ctx.shape[0] - kept, ctx.shape[1]], grad.dtype)
-        return paddle.concat([zeros, own]) if kept < ctx.shape[0] else own
 
 
 class _GatherUneven(PyLayer):

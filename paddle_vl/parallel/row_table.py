@@ -10,7 +10,8 @@ sent in the backward pass.
 Under sequence parallelism an mp rank asks for the rows of its token rows. Without it each asks for
 1 / mp of them, and gets the others from the mp ranks, so that owners get every gradient once.
 
-An all-to-all of uneven sizes needs them on the host: it reads them once per table and micro-batch.
+An all-to-all of uneven sizes needs them on the host: it reads them once per table and micro-batch,
+in the forward pass. The backward pass and a recomputed forward use the same plan.
 
 Shapes: T token rows, Y rows of the table for each; N = T * Y numbers of this rank, U different
 ones; Q numbers that ranks ask this one for; S ranks; R rows of the table, D their width.
@@ -33,16 +34,18 @@ class RequestPlan(NamedTuple):
     """Which rows a rank asks for, and which it is asked for.
 
     Attributes:
-        places: `[N]`, the place of each number among the U different ones, which are sorted by
-            owner.
+        places: the place of each number of this rank's `[T, Y]` among the U different ones, which
+            are sorted by owner.
         asked: `[Q]`, the numbers that this rank is asked for, counted from its first row.
         leaving, arriving: requests to and from each rank.
+        num_rows: token rows of all mp ranks.
     """
 
     places: Tensor
     asked: Tensor
     leaving: list[int]
     arriving: list[int]
+    num_rows: int
 
 
 class ShardedTable(RowTable):
@@ -53,9 +56,6 @@ class ShardedTable(RowTable):
         mp_group: those of them with the same token rows, or under sequence parallelism with shards
             of them; None for one rank.
         sequence_parallel: whether they have shards.
-
-    Raises:
-        ValueError: the ranks do not divide the rows.
     """
 
     def __init__(
@@ -67,46 +67,29 @@ class ShardedTable(RowTable):
         width: int,
         init_std: float = 0.02,
     ):
-        if num_rows % group.nranks:
-            raise ValueError(
-                f"a table of {num_rows} rows does not divide over {group.nranks} ranks (sharding x "
-                "mp, or ep): choose other degrees, such as more ranks along dp"
-            )
+        assert num_rows % group.nranks == 0, "a rule of ParallelDegrees"
         self._own = num_rows // group.nranks
         super().__init__(self._own, width, init_std, first=group.rank * self._own)
         self.group, self.mp_group, self.sequence_parallel = group, mp_group, sequence_parallel
 
-    def forward(self, numbers_TY: Tensor) -> Tensor:
-        """Rows `[T, Y, D]` of this rank's token rows, of the numbers of all of them."""
-        if self.mp_group is None:
-            return self._rows(numbers_TY)
-        part, num_rows = RowPart(self.mp_group.rank, self.mp_group.nranks), numbers_TY.shape[0]
-        if self.sequence_parallel:
-            return self._rows(part.of_rows(numbers_TY))
-        missing = -num_rows % part.size
-        # The first token row's are asked for anyway.
-        padded = paddle.concat([numbers_TY, numbers_TY[:1].expand([missing, -1])])
-        rows_TYD = GatherOp.apply(self._rows(part.of_rows(padded if missing else numbers_TY)))
-        return slice_axis(rows_TYD, 0, num_rows)
-
-    def _rows(self, numbers_TY: Tensor) -> Tensor:
-        plan = self._plan(numbers_TY.reshape([-1]))
-        # Paddle's kernels fail on no rows, so one is looked up for nobody.
-        asked = paddle.concat([plan.asked, paddle.zeros([1], dtype="int64")])
-        rows_QD = F.embedding(asked, self.weight)[:-1]
-        rows_UD = AllToAll.apply(rows_QD, plan.arriving, plan.leaving, self.group)
-        return F.embedding(plan.places.reshape(numbers_TY.shape), rows_UD)
-
     @paddle.no_grad()
-    def _plan(self, numbers_N: Tensor) -> RequestPlan:
-        """Exchange requests; the host reads their numbers, once."""
-        size, rank = self.group.nranks, self.group.rank
+    def plan(self, numbers_TY: Tensor) -> RequestPlan:
+        """Exchange requests for rows; the host reads how many, once."""
+        size, rank, num_rows = self.group.nranks, self.group.rank, numbers_TY.shape[0]
+        if self.mp_group is not None:
+            part = RowPart(self.mp_group.rank, self.mp_group.nranks)
+            if missing := -num_rows % part.size:
+                # Under sequence parallelism there are none. The first row is asked for anyway.
+                filler = numbers_TY[:1].expand([missing, -1])
+                numbers_TY = paddle.concat([numbers_TY, filler])
+            numbers_TY = part.of_rows(numbers_TY)
+        numbers_N = numbers_TY.reshape([-1])
         order_N = paddle.argsort(numbers_N)
         sorted_N = paddle.index_select(numbers_N, order_N)
         is_new_N = (paddle.diff(sorted_N, prepend=sorted_N[:1] - 1) != 0).astype("int64")
         found_N = is_new_N.cumsum()
         place_N = paddle.scatter(paddle.zeros_like(order_N), order_N, found_N - 1)
-        # Different numbers before each owner's first row, and in all.
+        # Different numbers before each owner's end.
         ends_S = paddle.searchsorted(sorted_N, paddle.arange(1, size + 1) * self._own)
         counted_N = paddle.concat([paddle.zeros_like(found_N[:1]), found_N])
         counts_S = paddle.diff(paddle.index_select(counted_N, ends_S), prepend=counted_N[:1])
@@ -116,4 +99,21 @@ class ShardedTable(RowTable):
         different_U = paddle.scatter(paddle.zeros_like(sorted_N), found_N - 1, sorted_N)
         different_U = different_U[: sum(leaving)]
         asked_Q1 = all_to_all(different_U.unsqueeze(1), leaving, arriving, self.group)
-        return RequestPlan(place_N, asked_Q1.squeeze(1) - rank * self._own, leaving, arriving)
+        return RequestPlan(
+            place_N.reshape(numbers_TY.shape),
+            asked_Q1.squeeze(1) - rank * self._own,
+            leaving,
+            arriving,
+            num_rows,
+        )
+
+    def forward(self, plan: RequestPlan) -> Tensor:
+        """Rows `[T, Y, D]` of this rank's token rows."""
+        # Paddle's kernels fail on no rows, so one is looked up for nobody.
+        asked = paddle.concat([plan.asked, paddle.zeros([1], dtype="int64")])
+        rows_QD = F.embedding(asked, self.weight)[:-1]
+        rows_UD = AllToAll.apply(rows_QD, plan.arriving, plan.leaving, self.group)
+        rows_TYD = F.embedding(plan.places, rows_UD)
+        if self.mp_group is None or self.sequence_parallel:
+            return rows_TYD
+        return slice_axis(GatherOp.apply(rows_TYD), 0, plan.num_rows)

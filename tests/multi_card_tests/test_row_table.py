@@ -68,7 +68,8 @@ def one_device(name: str, data_size: int) -> tuple[np.ndarray, np.ndarray]:
     table = table_of(SingleDevicePlacement())
     for data_rank in range(data_size):
         numbers = np.array(NUMBERS[name][data_rank % 2])
-        (table(paddle.to_tensor(numbers)) * paddle.to_tensor(upstream(numbers))).sum().backward()
+        rows = table(table.plan(paddle.to_tensor(numbers)))
+        (rows * paddle.to_tensor(upstream(numbers))).sum().backward()
     return table.weight.numpy(), table.weight.grad.numpy()
 
 
@@ -86,7 +87,7 @@ def look_up(topology: Topology, name: str, frozen: bool) -> dict:
     reading, sending = record_host_reads(), record_collectives()
     with gpu_stubs(), reading as reads, sending as recording, use_kernels("gpu"):
         recording.phase = "forward"
-        rows = table(paddle.to_tensor(numbers))
+        rows = table(table.plan(paddle.to_tensor(numbers)))
         # Something else in the loss has a gradient.
         loss = (rows * paddle.to_tensor(factors)).sum() + paddle.ones([1]).sum()
         recording.phase = "backward"

@@ -209,6 +209,11 @@ class Qwen4ExpTextConfig(DeltaExpertsText):
         """Rows of that layer's table."""
         return self._hash(layer).num_rows(self.make_ngram_vocab_size_divisible_by)
 
+    @property
+    def table_rows(self) -> list[int]:
+        """Rows of every table."""
+        return [self.num_ngram_rows(layer) for layer in self.ngram_layers]
+
     def ngram_hash(self, layer: int) -> NgramHash:
         """The hash of that layer: a checkpoint's, or that of these settings."""
         return (self.hashes or {}).get(layer) or self._hash(layer)

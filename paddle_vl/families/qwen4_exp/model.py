@@ -63,7 +63,7 @@ class DecoderLayer(nn.Layer):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The streams `[T, C]`; arguments as of `VLDecoderLayer`, then ids of all rows."""
         if self.ple is not None:
-            x_TC = x_TC + self.ple(x_TC, ids_BL, key_bias, cache, packed)
+            x_TC = x_TC + self.ple(x_TC, ids_BL, key_bias, cache, packed, rows)
         read_TD, weights_TS = self.attn_hyper_connection(x_TC)
         mixed_TD = getattr(self, self.mixer_name)(read_TD, tables, key_bias, cache, packed)
         x_TC = write_streams(x_TC, mixed_TD, weights_TS)
@@ -106,22 +106,17 @@ class LanguageModel(VLLanguageModel):
 
     own_inputs = ("input_ids",)
 
-    def __init__(self, config: Qwen4ExpConfig, placement: Placement):
-        super().__init__(config, placement)
-        self.streams = config.text_config.hc_count
-
     def make_layer(self, config: Qwen4ExpTextConfig, placement: Placement, number: int) -> nn.Layer:
         return DecoderLayer(config, placement, number)
 
     def make_norm(self, config: Qwen4ExpTextConfig) -> nn.Layer:
         return _reader(config, is_last=True)
 
-    @property
-    def row_width(self) -> int:
-        return self.streams * self.width
+    def row_width(self, config: Qwen4ExpTextConfig) -> int:
+        return config.hc_count * config.hidden_size
 
     def entering(self, x_TD: Tensor) -> Tensor:
-        return paddle.concat([x_TD] * self.streams, axis=-1)
+        return paddle.concat([x_TD] * self.embedding.text.hc_count, axis=-1)
 
 
 class Qwen4ExpForConditionalGeneration(VLForConditionalGeneration):
@@ -136,7 +131,7 @@ class Qwen4ExpForConditionalGeneration(VLForConditionalGeneration):
         text = self.config.text_config
         layers = range(text.num_hidden_layers)
         return [
-            BlockCache(prompt, most, *self._cached_sizes)
+            BlockCache(prompt, most)
             if text.is_full(i)
             else NgramCache()
             if text.has_ngrams(i)
@@ -147,12 +142,5 @@ class Qwen4ExpForConditionalGeneration(VLForConditionalGeneration):
     def new_pool(self, number: int, places: int, num_rows: int) -> RowPool:
         text = self.config.text_config
         if text.is_full(number):
-            return BlockPool(places, *self._cached_sizes)
+            return BlockPool(places)
         return NgramPool(num_rows) if text.has_ngrams(number) else DeltaPool(num_rows)
-
-    @property
-    def _cached_sizes(self) -> tuple[Any, ...]:
-        """Of `BlockPool`, behind its places."""
-        text, weight = self.config.text_config, self.language_model.embedding.embed_tokens.weight
-        heads, width = text.num_key_value_heads, text.head_dim
-        return heads, width, text.indexer_head_dim, text.rotary_dim, weight.dtype

@@ -496,7 +496,6 @@ class VLLanguageModel(nn.Layer, ABC):
     def __init__(self, config: VLConfig, placement: Placement):
         super().__init__()
         text = config.text_config
-        self.width = text.hidden_size
         # Embedding and final norm are None on pipeline stages without them.
         self.embedding: Any = (
             GPTEmbedding(config, placement) if placement.stage_layers.embedding else None
@@ -524,10 +523,9 @@ class VLLanguageModel(nn.Layer, ABC):
         """What makes the head's rows `[T, D]` of the last layer's, of the text configuration."""
         return self.norm_class(config.hidden_size, config.rms_norm_eps)
 
-    @property
-    def row_width(self) -> int:
-        """Width of a token row between layers."""
-        return self.width
+    def row_width(self, config: Any) -> int:
+        """Numbers of a token row between layers, of the text configuration."""
+        return config.hidden_size
 
     def entering(self, x_TD: Tensor) -> Tensor:
         """What the first layer gets of the embedded token rows."""
