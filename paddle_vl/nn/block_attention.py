@@ -40,7 +40,7 @@ from paddle_vl.nn.block_samples import (
     packed_block_samples,
     padded_samples,
 )
-from paddle_vl.nn.dispatch import operation
+from paddle_vl.nn.dispatch import on_both, operation
 from paddle_vl.nn.operations import GemmaRMSNorm, gemma_rms_norm
 from paddle_vl.nn.placement import RegionOps
 from paddle_vl.nn.residual_streams import Weight
@@ -173,6 +173,9 @@ class GatheredAttention(PyLayer):
                 total.add_(one)
         found = [x if need else None for x, need in zip(grads, ctx.needs, strict=True)]
         return *found, None
+
+
+chosen_attention.kernels = on_both(GatheredAttention)
 
 
 @operation

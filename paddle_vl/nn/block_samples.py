@@ -93,6 +93,7 @@ class BlockSamples:
 
     def __init__(self, rows_S4: np.ndarray, sizes: BlockSizes):
         self.sizes, self.parts, self.num_queries = sizes, list[Choosing](), 0
+        self._orders: dict[int, Tensor] = {}
         dense, blocks = [], 0
         for query, queries, key, keys in rows_S4.tolist():
             before = keys - queries
@@ -137,11 +138,13 @@ class BlockSamples:
     def order(self, num_rows: int) -> Tensor:
         """Of each query row its number among dense queries, those that choose, and a last row for
         queries of no sample: int64 `[T]`."""
-        dense = [np.arange(query, query + count) for query, count, *_ in self.dense_S4.tolist()]
-        rows = np.concatenate([*dense, *[np.r_[part.queries] for part in self.parts]])
-        order_T = np.full(num_rows, rows.size)
-        order_T[rows] = np.arange(rows.size)
-        return device_tensor(order_T)
+        if num_rows not in self._orders:
+            dense = [np.arange(query, query + count) for query, count, *_ in self.dense_S4.tolist()]
+            rows = np.concatenate([*dense, *[np.r_[part.queries] for part in self.parts]])
+            order_T = np.full(num_rows, rows.size)
+            order_T[rows] = np.arange(rows.size)
+            self._orders[num_rows] = device_tensor(order_T)
+        return self._orders[num_rows]
 
 
 @lru_cache(maxsize=16)

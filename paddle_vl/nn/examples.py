@@ -501,8 +501,6 @@ ROWS: dict[str, Make] = {
     "dilated_conv_silu.packed": lambda r, s: _dilated(r, s, s.length // 3, s.length - 2),
     "block_keys": _block_keys,
     "chosen_blocks": _chosen_blocks,
-    "chosen_attention": _chosen,
-    "block_attention": _chosen,
     "biased_linear": _biased_linear,
     "swiglu_mlp": _swiglu_mlp,
     "apply_rotary": _apply_rotary,
@@ -514,6 +512,8 @@ ROWS: dict[str, Make] = {
     "grouped_linear": _grouped_linear,
 }
 ATTENTION: dict[str, Make] = {
+    "chosen_attention": _chosen,
+    "block_attention": _chosen,
     "causal_attention": lambda r, s: Inputs(_batch(r, s)),
     "causal_attention.packed": _packed,
     "causal_attention.padded": _padded,

@@ -16,7 +16,7 @@ from paddle import Tensor, nn
 from paddle.autograd import PyLayer
 from paddle.nn.initializer import Constant, Normal
 
-from paddle_vl.nn.dispatch import operation
+from paddle_vl.nn.dispatch import on_both, operation
 from paddle_vl.nn.operations import column_sum, rms_quotient, row_sum
 
 
@@ -139,6 +139,9 @@ class ReadStreams(PyLayer):
         if ctx.needs[0]:
             d_x = _quotient_gradient(x, quotient, d_u * scale, streams, ctx.epsilon)
         return d_x, d_norm, d_down, d_up, *d_inject
+
+
+read_streams.kernels = on_both(ReadStreams)
 
 
 def _quotient_gradient(

@@ -1,6 +1,7 @@
 """Configuration of Qwen3.5, dense or mixture of experts; see
 `paddle_vl.families.vlm.modeling.delta_config`."""
 
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -43,14 +44,13 @@ class Qwen3_5Config(DeltaConfig):
     """Configuration of the complete model."""
 
     family: ClassVar[str] = "Qwen3.5"
-    model_types: ClassVar[tuple[str, ...]] = ("qwen3_5", "qwen3_5_moe")
+    text_classes: ClassVar[Mapping[str, type[DeltaText]]] = {
+        "qwen3_5": Qwen3_5TextConfig,
+        "qwen3_5_moe": Qwen3_5MoeTextConfig,
+    }
 
     text_config: Qwen3_5TextConfig | Qwen3_5MoeTextConfig = field(default_factory=Qwen3_5TextConfig)
     vision_config: VisionConfig = field(default_factory=_tower)
-
-    @classmethod
-    def text_class(cls, model_type: str) -> type[DeltaText]:
-        return Qwen3_5TextConfig if model_type == cls.model_types[0] else Qwen3_5MoeTextConfig
 
     @classmethod
     def named(cls, name: str) -> "Qwen3_5Config":
@@ -65,5 +65,5 @@ class Qwen3_5Config(DeltaConfig):
 
     def to_dict(self) -> dict[str, Any]:
         if isinstance(self.text_config, Qwen3_5MoeTextConfig):
-            return self.written("Qwen3_5Moe", self.model_types[1])
-        return self.written("Qwen3_5", self.model_types[0])
+            return self.written("Qwen3_5Moe", "qwen3_5_moe")
+        return self.written("Qwen3_5", "qwen3_5")

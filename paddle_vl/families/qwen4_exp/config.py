@@ -243,14 +243,10 @@ class Qwen4ExpConfig(DeltaConfig):
     """Configuration of the complete model."""
 
     family: ClassVar[str] = "Qwen4-Exp"
-    model_types: ClassVar[tuple[str, ...]] = (_TYPE,)
+    text_classes: ClassVar[Mapping[str, type[DeltaText]]] = {_TYPE: Qwen4ExpTextConfig}
 
     text_config: Qwen4ExpTextConfig
     vision_config: VisionConfig = field(default_factory=_tower)
-
-    @classmethod
-    def text_class(cls, model_type: str) -> type[DeltaText]:
-        return Qwen4ExpTextConfig
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Qwen4ExpConfig":

@@ -79,9 +79,9 @@ class RolloutServer:
         with ThreadPoolExecutor(self._at_once, thread_name_prefix="prompt") as threads:
             try:
                 return [*threads.map(self._answers, prompts, samplings)]
-            except BaseException:
+            finally:
+                # No other prompt waits for the server after an error.
                 client.is_over.set()
-                raise
 
     def load(self, is_adapter: bool) -> None:
         """Have the server take the weights in the folder, for what it is asked from now on.

@@ -183,9 +183,10 @@ class DeltaExpertsText(ExpertsText, DeltaText):
 class DeltaConfig(VLConfig):
     """Configuration of the complete model."""
 
-    # Its name in messages, and its model types, of which the first is that of sections too.
+    # Its name in messages, and the class of the decoder's section by model type, of which the first
+    # is that of sections too.
     family: ClassVar[str] = ""
-    model_types: ClassVar[tuple[str, ...]] = ()
+    text_classes: ClassVar[Mapping[str, type[DeltaText]]] = {}
 
     image_token_id: TokenId = 248056
     video_token_id: TokenId = 248057
@@ -206,11 +207,6 @@ class DeltaConfig(VLConfig):
         return DeltaFlops.layer_size(self, layer)
 
     @classmethod
-    def text_class(cls, model_type: str) -> type[DeltaText]:
-        """The class of the decoder's section in a file of that model type."""
-        raise NotImplementedError
-
-    @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Any:
         """Build from the content of a config.json, in either dialect.
 
@@ -218,20 +214,21 @@ class DeltaConfig(VLConfig):
             ValueError: another model type, unknown keys, or values out of range.
         """
         values = check_mapping(values, "the configuration")
-        model_type = values.get("model_type", cls.model_types[0])
-        if model_type in [f"{each}_text" for each in cls.model_types]:
+        model_types = list(cls.text_classes)
+        model_type = values.get("model_type", model_types[0])
+        if model_type in [f"{each}_text" for each in model_types]:
             raise ValueError(
                 f"model_type is {model_type!r}, a decoder alone: its vision tower is missing; take "
                 "the vision-language checkpoint that it was exported from"
             )
-        if model_type not in cls.model_types:
-            needed = " or ".join(repr(each) for each in cls.model_types)
+        if model_type not in model_types:
+            needed = " or ".join(repr(each) for each in model_types)
             raise ValueError(f"model_type is {model_type!r}; {needed} is needed")
         text = check_mapping(values.pop("text_config", None), "text_config")
         vision = check_mapping(values.pop("vision_config", None), "vision_config")
         ties = tie_settings(values, text)
         vision = {"deepstack_visual_indexes": []} | tower_section(vision)
-        text_class = cls.text_class(model_type)
+        text_class = cls.text_classes[model_type]
         if issubclass(text_class, DeltaExpertsText):
             # HF ignores it: every layer has experts.
             text.pop("intermediate_size", None)
@@ -240,7 +237,7 @@ class DeltaConfig(VLConfig):
 
         def section(kind: Any, values: dict[str, Any], name: str) -> Any:
             # Files of quantized models have the outer type, dense or not.
-            types = (f"{model_type}_{name}", model_type, cls.model_types[0])
+            types = (f"{model_type}_{name}", model_type, model_types[0])
             return typed_section(kind, values, f"{name}_config", types, text_class.inert)
 
         return cls(
