@@ -403,6 +403,12 @@ class VLRun(RunConfig):
                 "train.objective is grpo, for which data.train and data.eval name files of "
                 "prompts: no pretraining mix, and no data.earlier_reasoning=split"
             )
+        if data.html_tables != "keep":
+            yield (
+                f"data.html_tables is {data.html_tables}, but with train.objective grpo rewards "
+                "compare with a row's 'solution' as it is: write it as the model is to, and remove "
+                "data.html_tables"
+            )
         if data.eval and self.train.eval is None:
             yield (
                 "data.eval is set but train.eval is not, and prompts alone have no loss: set "

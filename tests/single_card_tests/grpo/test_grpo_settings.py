@@ -81,6 +81,7 @@ LORA = "model.lora={r: 2, target_modules: [all-linear], lora_dropout: 0.1}"
             "grpo.top_entropy_quantile is 0.5 with parallel.cp_degree 2",
         ),
         ([GRPO, LORA], "model.lora.lora_dropout is 0.1"),
+        ([GRPO, "data.html_tables=otsl"], "data.html_tables is otsl, but with train.objective"),
         ([SERVER], "train.rollout is set but train.objective is sft, which samples no answers"),
         ([GRPO, "train.rollout={endpoint: host, model: m}"], "train.rollout.endpoint host is no"),
         (
