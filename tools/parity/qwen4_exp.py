@@ -71,7 +71,9 @@ def _compare_hashes(case: QwenCase, report: CaseReport) -> None:
     for name, given in case.meta.items():
         made = ngram_hash(
             given["number_among_ple_layers"],
-            *(given[key] for key in ("ngram_size", "heads_per_ngram", "vocab_size")),
+            given["ngram_size"],
+            given["heads_per_ngram"],
+            given["vocab_size"],
             given["ngram_vocab_size_base"],
             given["seed"],
         )

@@ -122,11 +122,12 @@ def _of_indexer(
             is_complete = (np.arange(count)[:, None] + 1) // size > np.arange(blocks)
             scores[row, first : first + count, :blocks] = np.where(is_complete, score, -1.0)
         selected[row, first : first + count, first : first + count] = np.tri(count)
-    for part in choice[1].parts if choice else ():
+    blocks_QJ, of_samples = choice or (raw, None)
+    for part in of_samples.parts if of_samples is not None else ():
         for number in range(part.count):
             row, query = divmod(part.query + number, length)
             place = part.place + number
-            seen = (choice[0][part.number + number, :, None] * size + np.arange(size)).ravel()
+            seen = (blocks_QJ[part.number + number, :, None] * size + np.arange(size)).ravel()
             seen = np.r_[seen, (place + 1) // size * size : place + 1]
             selected[row, query] = 0
             selected[row, query, part.key - row * length + seen] = 1
