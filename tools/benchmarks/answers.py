@@ -30,7 +30,8 @@ PROGRAMS, ONNX = "programs", "programs in ONNX"
 RUNTIMES: dict[str, Any] = {PROGRAMS: "paddle", ONNX: "onnxruntime"}
 HF = "HF transformers"
 FAMILIES = {"qwen3_vl": (MODEL, NO_COMPILER, ENGINE, *RUNTIMES),
-            "qwen3_5": (MODEL, NO_COMPILER, ENGINE)}  # fmt: skip
+            "qwen3_5": (MODEL, NO_COMPILER, ENGINE),
+            "qwen4_exp": (MODEL, NO_COMPILER, ENGINE)}  # fmt: skip
 
 
 def settings_of(family: str) -> dict[str, Any]:
@@ -46,14 +47,14 @@ def build(family: str, values: dict[str, Any] | None = None) -> Any:
     import paddle
 
     if family == "qwen3_vl":
-        from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig as Config
         from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration as Model
-    else:
-        from paddle_vl.families.qwen3_5.config import Qwen3_5Config as Config
+    elif family == "qwen3_5":
         from paddle_vl.families.qwen3_5.model import Qwen3_5ForConditionalGeneration as Model
+    else:
+        from paddle_vl.families.qwen4_exp.model import Qwen4ExpForConditionalGeneration as Model
     paddle.seed(0)
     given: dict[str, Any] = values or settings_of(family)["model"]["config"] | references.IDS
-    model = Model.from_config(Config.from_dict(given))
+    model = Model.from_config(Model.config_class.from_dict(given))
     model.eval()
     return model
 

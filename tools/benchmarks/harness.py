@@ -36,6 +36,7 @@ _HERE = str(Path(__file__).resolve())
 DATA = {
     "qwen3_vl": ("make_digits_dataset.py", "train.jsonl", ""),
     "qwen3_5": ("make_digits_dataset.py", "train.jsonl", ""),
+    "qwen4_exp": ("make_digits_dataset.py", "train.jsonl", ""),
     "paddleocr_vl": ("make_documents_dataset.py", "text_train.jsonl", "text=1 --held-out 1"),
     "pi07": ("make_demonstrations.py", "arm-joint.jsonl",
              "--state-dim 32 --action-dim 32 --chunk-size 50 --action-vocab-size 1024"),

@@ -29,7 +29,8 @@ PROMPTS, RUNS = (1, 8), 4
 IDS = {"image_token_id": 2040, "vision_start_token_id": 2041, "vision_end_token_id": 2042,
        "video_token_id": 2043}  # fmt: skip
 # Beginnings of HF's classes by the `model_type` of a configuration file.
-CLASSES = {"qwen3_vl": "Qwen3VL", "qwen3_5": "Qwen3_5", "paddleocr_vl": "PaddleOCRVL"}
+CLASSES = {"qwen3_vl": "Qwen3VL", "qwen3_5": "Qwen3_5", "qwen4_exp": "Qwen4Exp",
+           "paddleocr_vl": "PaddleOCRVL"}  # fmt: skip
 
 
 def samples(config: Any, settings: dict[str, Any], size: int) -> dict[str, np.ndarray]:

@@ -32,8 +32,8 @@ WARM_UP = 3
 # `paddle_vl.profile.workload.Workload`; the answer fills `data.max_length`.
 _IMAGE = {"image_side": 512, "answer_tokens": 238}
 WORKLOADS = {
-    "qwen3_vl": _IMAGE, "qwen3_5": _IMAGE, "paddleocr_vl": _IMAGE | {"answer_tokens": 225},
-    "pi07": {},
+    "qwen3_vl": _IMAGE, "qwen3_5": _IMAGE, "qwen4_exp": _IMAGE,
+    "paddleocr_vl": _IMAGE | {"answer_tokens": 225}, "pi07": {},
 }  # fmt: skip
 CONFIGS = {name: ROOT / f"configs/bench/{name}_step.yaml" for name in WORKLOADS}
 PHASES = {"data wait": "dataload_wait", "forward": "forward", "backward": "bwd",
@@ -43,6 +43,7 @@ OURS, NO_COMPILER = "paddle-vl", "paddle-vl, no compiler"
 REFERENCES = {
     "qwen3_vl": ("HF transformers", "hf"),
     "qwen3_5": ("HF transformers", "hf"),
+    "qwen4_exp": ("HF transformers", "hf"),
     "paddleocr_vl": ("HF transformers", "hf"),
     "pi07": ("OpenTau", "opentau"),
 }
