@@ -42,7 +42,7 @@ from paddle_vl.nn.delta_rule import (
     GatedRMSNorm,
 )
 from paddle_vl.nn.dispatch import Operation
-from paddle_vl.nn.experts import GroupSizes
+from paddle_vl.nn.experts import Experts, GroupSizes, RoutedRows
 from paddle_vl.nn.key_value_cache import KeyValueCache, KeyValuePool
 from paddle_vl.nn.linear import Columns, FusedLinear, Linear, default_dtype
 from paddle_vl.nn.ngram_embedding import ngram_hash
@@ -163,6 +163,25 @@ def _grouped_linear(r: Rng, s: Sizes) -> Inputs:
     weight = normal(r, s.experts, s.width, inner, scale=s.width**-0.5)
     sizes = lambda: GroupSizes(paddle.to_tensor(counts.astype(np.int64)))  # noqa: E731
     return Inputs((_x(r, s), weight, sizes))
+
+
+def _routed_experts(r: Rng, s: Sizes) -> Inputs:
+    """Of a layer that answers: an expert has no rows."""
+    inner, width, std = s.width // 2, s.width, s.width**-0.5
+    gate_up = normal(r, s.experts, width, 2 * inner, scale=std)
+    down = normal(r, s.experts, inner, width, scale=std)
+    indices = np.stack([r.permutation(s.experts - 1)[:2] for _ in range(s.rows)])
+
+    def make() -> Any:
+        experts = Experts(s.experts, width, inner)
+        experts.eval()
+        for parameter, array in ((experts.gate_up_proj, gate_up), (experts.down_proj, down)):
+            parameter.set_value(array)
+            parameter.stop_gradient = True
+        return experts
+
+    weights = np.abs(normal(r, s.rows, 2))
+    return Inputs((_x(r, s), indices, weights, make, lambda: RoutedRows(s.rows)), tables=(0, 2))
 
 
 def _batch(r: Rng, s: Sizes, queries: int | None = None) -> tuple[np.ndarray, ...]:
@@ -510,6 +529,7 @@ ROWS: dict[str, Make] = {
     "permuted_copies": lambda r, s: _permuted(r, s, 2),
     "permuted_copies.once": lambda r, s: _permuted(r, s, 1),
     "grouped_linear": _grouped_linear,
+    "routed_experts": _routed_experts,
 }
 ATTENTION: dict[str, Make] = {
     "chosen_attention": _chosen,
@@ -562,7 +582,7 @@ DELTA_RULE: dict[str, Make] = {
 }
 EXAMPLES = ROWS | ATTENTION | DELTA_RULE
 # Their float32 may run in TF32 on a GPU.
-PRODUCTS = {*ATTENTION, *DELTA_RULE, "biased_linear", "grouped_linear", "swiglu_mlp"}
+PRODUCTS = {*ATTENTION, *DELTA_RULE, "biased_linear", "grouped_linear", "swiglu_mlp", "routed_experts"}
 PRODUCTS |= {"read_streams", "read_streams.last"}
 
 

@@ -358,16 +358,10 @@ class Experts(nn.Layer):
             rows: which rows they are; None if no row is padding.
         """
         rows = rows or RoutedRows(x_RD.shape[0])
-        plan = rows.plan(self, lambda: self._plan(indices_RK, rows))
-        dispatch = plan.dispatch
-        x_ND = permute_rows(x_RD, dispatch)
-        if self.exchange is None:
-            y_ND = self.run_experts(x_ND, plan.sizes)
-        else:
-            y_ND = self.exchange(self.run_experts, x_ND, plan.exchange)
-        return rows.placed(unpermute_rows(y_ND, dispatch, weights_RK))
+        return rows.placed(routed_experts(x_RD, indices_RK, weights_RK, self, rows))
 
-    def _plan(self, indices_RK: Tensor, rows: RoutedRows) -> RoutingPlan:
+    def plan(self, indices_RK: Tensor, rows: RoutedRows) -> RoutingPlan:
+        """Where the routed rows go."""
         dispatch, exchange = sort_by_expert(indices_RK, self.num_experts), None
         own_E = dispatch.counts
         self.tokens_per_expert = paddle.zeros_like(own_E) if rows.is_empty else own_E
@@ -380,3 +374,17 @@ class Experts(nn.Layer):
         """This rank's experts applied to rows sorted by expert: `[N, D]`."""
         inner = swiglu(grouped_linear(x_ND, self.gate_up_proj, sizes))
         return grouped_linear(inner, self.down_proj, sizes)
+
+
+@operation
+def routed_experts(
+    x_RD: Tensor, indices_RK: Tensor, weights_RK: Tensor, experts: Experts, rows: RoutedRows
+) -> Tensor:
+    """The rows by their experts, summed with their weights: `[R, D]`; see `Experts.forward`."""
+    plan = rows.plan(experts, lambda: experts.plan(indices_RK, rows))
+    x_ND = permute_rows(x_RD, plan.dispatch)
+    if experts.exchange is None:
+        y_ND = experts.run_experts(x_ND, plan.sizes)
+    else:
+        y_ND = experts.exchange(experts.run_experts, x_ND, plan.exchange)
+    return unpermute_rows(y_ND, plan.dispatch, weights_RK)

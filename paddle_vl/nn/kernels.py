@@ -106,6 +106,7 @@ TABLE: dict[Operation, list[Kernel]] = {
     attention.self_attention: [_of_answers(c.self_attention, c.fits_attention)],
     delta_rule.gated_delta_net: [_of_answers(c.gated_delta_net, c.fits_delta_net)],
     operations.swiglu_mlp: [_of_answers(c.swiglu_mlp, c.fits_mlp)],
+    experts.routed_experts: [_of_answers(c.routed_experts, c.fits_experts)],
     # DeltaNet
     delta_rule.gated_delta_rule: [
         Kernel("cpu", "C", c.gated_delta_rule, c.fits_rule),

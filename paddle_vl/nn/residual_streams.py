@@ -16,7 +16,8 @@ from paddle import Tensor, nn
 from paddle.autograd import PyLayer
 from paddle.nn.initializer import Constant, Normal
 
-from paddle_vl.nn.dispatch import on_both, operation
+from paddle_vl.nn.cpu import streams as compiled
+from paddle_vl.nn.dispatch import Kernel, on_both, operation
 from paddle_vl.nn.operations import column_sum, rms_quotient, row_sum
 
 
@@ -141,7 +142,11 @@ class ReadStreams(PyLayer):
         return d_x, d_norm, d_down, d_up, *d_inject
 
 
-read_streams.kernels = on_both(ReadStreams)
+read_streams.kernels = [
+    Kernel("cpu", "C", compiled.read_streams, compiled.fits_read),
+    *on_both(ReadStreams),
+]
+write_streams.kernels = [Kernel("cpu", "C", compiled.write_streams, compiled.fits_write)]
 
 
 def _quotient_gradient(

@@ -40,6 +40,7 @@ from paddle_vl.nn.cpu.kernels import (
 )
 from paddle_vl.nn.delta_rule import CHUNK, GatedDelta, Reach
 from paddle_vl.nn.dispatch import has_compiled, set_compiled
+from paddle_vl.nn.experts import Experts, RoutedRows
 from paddle_vl.nn.linear import FusedLinear, Linear
 
 SWITCH = "PADDLE_VL_CPU_KERNELS"
@@ -131,7 +132,13 @@ def _size(x: Tensor) -> int:
     return math.prod(x.shape)
 
 
-def _num_threads() -> int:
+def library() -> Any:
+    """The loaded kernels."""
+    return _library
+
+
+def num_threads() -> int:
+    """Threads of a kernel."""
     return _library.omp_get_max_threads()
 
 
@@ -142,11 +149,12 @@ class _NoGraph:
         pass
 
 
-def _has_graph(ctx: Any) -> bool:
+def has_graph(ctx: Any) -> bool:
+    """Whether a backward pass may follow a `PyLayer`'s forward of this context."""
     return not isinstance(ctx, _NoGraph)
 
 
-def _run(function: type[PyLayer], *args: Any, **kwargs: Any) -> Any:
+def run(function: type[PyLayer], *args: Any, **kwargs: Any) -> Any:
     """`function.apply`; without its cost, most of an answer's step, where no graph is recorded."""
     if paddle.is_grad_enabled():
         return function.apply(*args, **kwargs)
@@ -180,7 +188,7 @@ def is_tanh_gelu(x: Tensor, approximate: bool = False) -> bool:
 
 def gelu(x: Tensor, approximate: bool = False) -> Tensor:
     """`operations.gelu` in its tanh form."""
-    return _run(_TanhGelu, x)
+    return run(_TanhGelu, x)
 
 
 class _Gated(PyLayer):
@@ -230,12 +238,12 @@ def fits_gate(gate: Tensor, up: Tensor | None = None) -> bool:
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """`operations.swiglu`."""
-    return _run(_Gated, *([gate] if up is None else [gate, up]), is_gelu=False)
+    return run(_Gated, *([gate] if up is None else [gate, up]), is_gelu=False)
 
 
 def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """`operations.geglu`."""
-    return _run(_Gated, *([gate] if up is None else [gate, up]), is_gelu=True)
+    return run(_Gated, *([gate] if up is None else [gate, up]), is_gelu=True)
 
 
 # Dropout
@@ -297,7 +305,7 @@ def fits_rotary(q_TNH: Tensor, k_TKH: Tensor, tables: RotaryTables) -> bool:
 
 def apply_rotary(q_TNH: Tensor, k_TKH: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
     """`attention.apply_rotary`."""
-    return _run(_Rotary, q_TNH, tables), _run(_Rotary, k_TKH, tables)
+    return run(_Rotary, q_TNH, tables), run(_Rotary, k_TKH, tables)
 
 
 def fits_normed_rotary(
@@ -358,7 +366,7 @@ class _Norm(PyLayer):
         channels = x.shape[-1]
         rows = _size(x) // channels
         y = empty(x.shape)
-        statistics = empty([rows, 2]) if _has_graph(ctx) else None
+        statistics = empty([rows, 2]) if has_graph(ctx) else None
         _library.norm_forward(
             x, weight, bias, y, statistics, rows, channels, epsilon, offset, centres
         )
@@ -373,7 +381,7 @@ class _Norm(PyLayer):
         (offset, centres), weight, channels = ctx.settings, ctx.weight, x.shape[-1]
         grad, grad_x = contiguous(grad), empty(x.shape)
         vectors = [empty([channels]) for _ in ctx.needs[1:]]
-        sums = empty([_num_threads() * 2 * channels])
+        sums = empty([num_threads() * 2 * channels])
         _library.norm_backward(
             x,
             weight,
@@ -393,22 +401,22 @@ class _Norm(PyLayer):
 
 def rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
     """`operations.rms_norm`."""
-    return _run(_Norm, x, weight_C, None, epsilon, 0.0, 0)
+    return run(_Norm, x, weight_C, None, epsilon, 0.0, 0)
 
 
 def gemma_rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
     """`operations.gemma_rms_norm`."""
-    return _run(_Norm, x, weight_C, None, epsilon, 1.0, 0)
+    return run(_Norm, x, weight_C, None, epsilon, 1.0, 0)
 
 
 def rms_quotient(x: Tensor, epsilon: float) -> Tensor:
     """`operations.rms_quotient`."""
-    return _run(_Norm, x, None, None, epsilon, 0.0, 0)
+    return run(_Norm, x, None, None, epsilon, 0.0, 0)
 
 
 def layer_norm(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> Tensor:
     """`operations.layer_norm`."""
-    return _run(_Norm, x, weight_C, bias_C, epsilon, 0.0, 1)
+    return run(_Norm, x, weight_C, bias_C, epsilon, 0.0, 1)
 
 
 # Gated DeltaNet; shapes as in `paddle_vl.nn.delta_rule`
@@ -416,12 +424,15 @@ def layer_norm(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> T
 
 class _GatedNorm(PyLayer):
     @staticmethod
-    def forward(ctx, x, gate, weight, epsilon):
+    def forward(ctx, x, gate, weight, epsilon, is_sigmoid):
         channels = x.shape[-1]
         rows = _size(x) // channels
         y, inverses = empty(x.shape), empty([rows])
-        _library.gated_norm_forward(x, gate, weight, y, inverses, rows, channels, epsilon)
+        _library.gated_norm_forward(
+            x, gate, weight, y, inverses, rows, channels, epsilon, is_sigmoid
+        )
         ctx.save_for_backward(x, gate, weight, inverses)
+        ctx.is_sigmoid = is_sigmoid
         ctx.needs = [not t.stop_gradient for t in (x, gate, weight)]
         return y
 
@@ -430,7 +441,7 @@ class _GatedNorm(PyLayer):
         x, gate, weight, inverses = ctx.saved_tensor()
         channels = x.shape[-1]
         grads = [empty(t.shape) for t in (x, gate, weight)]
-        sums = empty([_num_threads() * channels])
+        sums = empty([num_threads() * channels])
         _library.gated_norm_backward(
             x,
             gate,
@@ -441,20 +452,21 @@ class _GatedNorm(PyLayer):
             sums,
             _size(x) // channels,
             channels,
+            ctx.is_sigmoid,
         )
         return tuple(g if need else None for g, need in zip(grads, ctx.needs, strict=True))
 
 
-def fits_gated_norm(x: Tensor, gate: Tensor, weight_C: Tensor, epsilon: float, *act: bool) -> bool:
-    """Whether `gated_rms_norm` takes these: with SiLU."""
-    return not any(act) and is_dense(x, gate, weight_C)
+def fits_gated_norm(x: Tensor, gate: Tensor, weight_C: Tensor, *settings: float) -> bool:
+    """Whether `gated_rms_norm` takes these."""
+    return is_dense(x, gate, weight_C)
 
 
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight_C: Tensor, epsilon: float, is_sigmoid: bool = False
 ) -> Tensor:
     """`delta_rule.gated_rms_norm`."""
-    return _run(_GatedNorm, x, gate, weight_C, epsilon)
+    return run(_GatedNorm, x, gate, weight_C, epsilon, is_sigmoid)
 
 
 class _Convolution(PyLayer):
@@ -562,7 +574,7 @@ def _delta_sizes(q: Tensor, k: Tensor, v: Tensor, sequences: np.ndarray) -> tupl
 def _delta_room(width: int, values: int) -> Tensor:
     """Per thread a `Chunk` of kernels.c, the gradients of one, and a state."""
     size = CHUNK * (5 * width + 6 * values + 8 * CHUNK + 5) + width * values
-    return empty([_num_threads(), size])
+    return empty([num_threads(), size])
 
 
 def fits_rule(
@@ -644,7 +656,7 @@ class _Attention(PyLayer):
         )
         ctx.room, ctx.kept = _BLOCK * longest, (segments, key_bias, seen)
         ctx.needs = [not x.stop_gradient for x in (q, k, v)]
-        room = empty([_num_threads() * ctx.room])
+        room = empty([num_threads() * ctx.room])
         _library.attention_forward(q, k, v, out, statistics, *ctx.sizes, room, ctx.room)
         # Detached: kept itself, an output without a backward pass would never be freed.
         ctx.save_for_backward(q, k, v, out.detach(), statistics)
@@ -654,7 +666,7 @@ class _Attention(PyLayer):
     def backward(ctx, grad):
         kept = ctx.saved_tensor()
         grads = [empty(x.shape) for x in kept[:3]]
-        room, grad = empty([2 * _num_threads() * ctx.room]), contiguous(grad)
+        room, grad = empty([2 * num_threads() * ctx.room]), contiguous(grad)
         _library.attention_backward(*kept, grad, *grads, *ctx.sizes, room, ctx.room)
         return tuple(x if need else None for x, need in zip(grads, ctx.needs, strict=True))
 
@@ -800,7 +812,7 @@ def _token_attention(
     query: Any = tensors[0]
     heads, width = query.shape[-2:]
     out, room_size = empty(query.shape), heads * longest
-    room = empty([_num_threads() * room_size])
+    room = empty([num_threads() * room_size])
     _library.token_attention(
         *tensors,
         out,
@@ -846,6 +858,33 @@ def swiglu_mlp(x_TD: Tensor, gate_up_proj: Any, down_proj: Any) -> Tensor:
     return y_TD
 
 
+def fits_experts(
+    x_RD: Tensor, indices_RK: Tensor, weights_RK: Tensor, experts: Experts, rows: RoutedRows
+) -> bool:
+    """Whether `routed_experts` takes these: of a layer that answers, with all experts here."""
+    matrices = experts.gate_up_proj, experts.down_proj
+    if experts.training or experts.exchange is not None or indices_RK.shape[0] == 0:
+        return False
+    is_constant = not paddle.is_grad_enabled() or all(x.stop_gradient for x in matrices)
+    return is_constant and is_dense(x_RD, weights_RK, *matrices)
+
+
+def routed_experts(
+    x_RD: Tensor, indices_RK: Tensor, weights_RK: Tensor, experts: Experts, rows: RoutedRows
+) -> Tensor:
+    """`experts.routed_experts`."""
+    (num_rows, copies), (num_experts, inner, width) = indices_RK.shape, experts.down_proj.shape
+    total, counts_E = num_rows * copies, paddle.zeros([num_experts], dtype="int64")
+    y_RD, room = empty(x_RD.shape), empty([total * (2 * width + 3 * inner)])
+    _library.token_experts(
+        *(x_RD, contiguous(indices_RK), weights_RK, experts.gate_up_proj, experts.down_proj, y_RD),
+        *(counts_E, num_rows, copies, num_experts, width, inner),
+        *(room, np.empty(total + num_experts + 1, dtype=np.int64)),
+    )
+    experts.tokens_per_expert = paddle.zeros_like(counts_E) if rows.is_empty else counts_E
+    return y_RD
+
+
 def fits_attention(
     x_TD: Tensor,
     layer: SelfAttention,
@@ -880,7 +919,7 @@ def self_attention(
     key_width = (outputs - query_width * (2 if layer.is_gated else 1)) // 2
     places = (keys.places, keys.offsets) if isinstance(keys, PagedKeys) else (None, None)
     bias_RS = None if keys.key_bias_BS is None else contiguous(keys.key_bias_BS)
-    of_threads = _num_threads() * heads * keys.length
+    of_threads = num_threads() * heads * keys.length
     y_RD = empty(x_RD.shape)
     room = empty([rows * (outputs + 2 * (query_width + key_width)) + of_threads])
     _library.token_self_attention(
@@ -904,7 +943,7 @@ def fits_delta_net(
     """Whether `gated_delta_net` takes these: one token of each row behind others, no padding."""
     if tables.cos_TH.shape[1] != 1 or not getattr(cache, "takes_token", False):
         return False
-    if cached.key_bias_BS is not None or layer.value_dim > _MOST_WIDTH or layer.norm.is_sigmoid:
+    if cached.key_bias_BS is not None or layer.value_dim > _MOST_WIDTH:
         return False
     taps, decay = layer.conv1d.weight, layer.decay
     are_products = _is_product(layer.in_proj) and _is_product(layer.out_proj)
@@ -931,6 +970,6 @@ def gated_delta_net(
         *(x_RD, in_proj, taps, layer.decay.A_log, layer.decay.dt_bias, layer.norm.weight),
         *(out_proj, inputs_BJE, state_BNCV, rows_R, y_RD),
         *(rows, channels, key_heads, heads, width, values, taps.shape[2]),
-        *(layer.norm.epsilon, room),
+        *(layer.norm.epsilon, layer.norm.is_sigmoid, room),
     )
     return y_RD

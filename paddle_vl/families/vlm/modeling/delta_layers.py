@@ -27,6 +27,7 @@ from paddle_vl.nn.delta_rule import (
 from paddle_vl.nn.experts import RoutedRows
 from paddle_vl.nn.linear import Columns, Linear
 from paddle_vl.nn.placement import Placement
+from paddle_vl.nn.residual_streams import write_streams
 
 
 class GatedDeltaNet(nn.Layer):
@@ -94,7 +95,7 @@ class SharedExpertMoE(SparseMoE):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """As of `SparseMoE`; at padding only the shared expert's output."""
         routed = super().forward(x_TD, rows, with_sums)
-        shared_TD = F.sigmoid(self.shared_expert_gate(x_TD)) * self.shared_expert(x_TD)
-        if isinstance(routed, tuple):
-            return routed[0] + shared_TD, routed[1]
-        return routed + shared_TD
+        routed, *sums = routed if isinstance(routed, tuple) else (routed,)
+        share_T1 = F.sigmoid(self.shared_expert_gate(x_TD))
+        out_TD = write_streams(routed, self.shared_expert(x_TD), share_T1)
+        return (out_TD, *sums) if sums else out_TD
