@@ -582,7 +582,14 @@ DELTA_RULE: dict[str, Make] = {
 }
 EXAMPLES = ROWS | ATTENTION | DELTA_RULE
 # Their float32 may run in TF32 on a GPU.
-PRODUCTS = {*ATTENTION, *DELTA_RULE, "biased_linear", "grouped_linear", "swiglu_mlp", "routed_experts"}
+PRODUCTS = {
+    *ATTENTION,
+    *DELTA_RULE,
+    "biased_linear",
+    "grouped_linear",
+    "swiglu_mlp",
+    "routed_experts",
+}
 PRODUCTS |= {"read_streams", "read_streams.last"}
 
 

@@ -57,7 +57,8 @@ class Qwen4Recording(DecoderRecording):
         for i, layer in enumerate(self.layers):
             for name in ("attn", "mlp"):
                 found[f"lm.{name}_inject.{i}"] = self.calls[f"{name}_in.{i}"][0][1]
-            found[f"lm.streams_mid.{i}"] = self.results["write_streams"][2 * i]
+            # A layer writes three times: its mixer's output, the shared expert's, all experts'.
+            found[f"lm.streams_mid.{i}"] = self.results["write_streams"][3 * i]
             if layer.ple is not None:
                 number = sum(each.ple is not None for each in self.layers[:i])
                 for operation, name in _OF_EMBEDDINGS.items():

@@ -3,7 +3,6 @@
 Shapes: as there.
 """
 
-import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
