@@ -513,6 +513,7 @@ ROWS: dict[str, Make] = {
     "read_streams": lambda r, s: _read_streams(r, s, writes=True),
     "read_streams.last": lambda r, s: _read_streams(r, s, writes=False),
     "write_streams": lambda r, s: Inputs((_x(r, s, 4), _x(r, s), normal(r, s.rows, 4))),
+    "spread": lambda r, s: Inputs((_x(r, s), normal(r, s.rows, 4))),
     "ngram_rows": lambda r, s: _ngrams(r, s, is_packed=False),
     "ngram_rows.packed": lambda r, s: _ngrams(r, s, is_packed=True),
     "ngram_gates": _ngram_gates,

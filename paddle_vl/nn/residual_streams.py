@@ -16,7 +16,7 @@ from paddle import Tensor, nn
 from paddle.autograd import PyLayer
 from paddle.nn.initializer import Constant, Normal
 
-from paddle_vl.nn.cpu import streams as compiled
+from paddle_vl.nn.cpu import streams as cpu
 from paddle_vl.nn.dispatch import Kernel, on_both, operation
 from paddle_vl.nn.operations import column_sum, rms_quotient, row_sum
 
@@ -84,10 +84,10 @@ def write_streams(x_TC: Tensor, out_TD: Tensor, weights_TS: Tensor) -> Tensor:
     return x_TC + spread(out_TD, weights_TS)
 
 
+@operation
 def spread(out_TD: Tensor, weights_TS: Tensor) -> Tensor:
     """`weights_s * out` for each stream s: `[T, C]`."""
-    parts = paddle.split(weights_TS, weights_TS.shape[1], axis=-1)
-    return paddle.concat([part_T1 * out_TD for part_T1 in parts], axis=-1)
+    return (weights_TS.unsqueeze(2) * out_TD.unsqueeze(1)).flatten(1)
 
 
 class ReadStreams(PyLayer):
@@ -143,10 +143,11 @@ class ReadStreams(PyLayer):
 
 
 read_streams.kernels = [
-    Kernel("cpu", "C", compiled.read_streams, compiled.fits_read),
+    Kernel("cpu", "C", cpu.read_streams, cpu.fits_read),
     *on_both(ReadStreams),
 ]
-write_streams.kernels = [Kernel("cpu", "C", compiled.write_streams, compiled.fits_write)]
+spread.kernels = [Kernel("cpu", "Paddle", cpu.spread)]
+write_streams.kernels = [Kernel("cpu", "C", cpu.write_streams, cpu.fits_write)]
 
 
 def _quotient_gradient(

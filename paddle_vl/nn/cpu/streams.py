@@ -1,8 +1,10 @@
-"""`paddle_vl.nn.residual_streams` on the CPU by compiled kernels; see `paddle_vl.nn.cpu.compiled`.
+"""`paddle_vl.nn.residual_streams` on the CPU, mostly by compiled kernels; see
+`paddle_vl.nn.cpu.compiled`.
 
 Shapes: as there.
 """
 
+import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
@@ -100,3 +102,8 @@ def fits_write(x_TC: Tensor, out_TD: Tensor, weights_TS: Tensor) -> bool:
 def write_streams(x_TC: Tensor, out_TD: Tensor, weights_TS: Tensor) -> Tensor:
     """`residual_streams.write_streams`."""
     return compiled.run(_Write, x_TC, out_TD, weights_TS)
+
+
+def spread(out_TD: Tensor, weights_TS: Tensor) -> Tensor:
+    """`residual_streams.spread` as a matrix product, whose gradients are products too."""
+    return paddle.matmul(weights_TS.unsqueeze(2), out_TD.unsqueeze(1)).flatten(1)
