@@ -1,0 +1,22 @@
+"""Qwen4-Exp as a model."""
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_vl.parallel.recompute import recompute_layers
+from paddle_vl.testing import record_host_reads, tiny_qwen4_exp
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_the_padding_of_a_batch_is_read_once_for_all_layers(is_recomputed):
+    kinds = [f"{kind}_attention" for kind in ("linear", "full", "full")]
+    model = tiny_qwen4_exp(layer_types=kinds, ple_layer_ids=[1])
+    if is_recomputed:
+        recompute_layers(model.language_model.layers)
+    mask_BL = np.arange(12) >= np.array([[0], [3]])
+    ids_BL = paddle.to_tensor(np.where(mask_BL, np.arange(10, 22), 0))
+    with record_host_reads() as reads:
+        output = model(ids_BL, paddle.to_tensor(mask_BL.astype(np.int64)), labels=ids_BL)
+        output.loss.backward()
+    assert len([place for place in reads if "block_samples.py" in place]) == 1
