@@ -1,11 +1,17 @@
-"""Qwen4-Exp as a model."""
+"""Qwen4-Exp as a model, and as a run that is simulated."""
+
+from pathlib import Path
 
 import numpy as np
 import paddle
 import pytest
 
+from paddle_vl.config.load import load_run_config
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.testing import record_host_reads, tiny_qwen4_exp
+from scale.families import sized_family
+
+CONFIGS = Path(__file__).parents[4] / "configs" / "qwen4_exp"
 
 
 @pytest.mark.parametrize("is_recomputed", [False, True])
@@ -20,3 +26,12 @@ def test_the_padding_of_a_batch_is_read_once_for_all_layers(is_recomputed):
         output = model(ids_BL, paddle.to_tensor(mask_BL.astype(np.int64)), labels=ids_BL)
         output.loss.backward()
     assert len([place for place in reads if "block_samples.py" in place]) == 1
+
+
+def test_a_run_is_simulated_of_the_size_that_its_missing_folder_is_called():
+    config = load_run_config(CONFIGS / "lora_8_gpus.yaml", [])
+    assert not Path(config.model.pretrained).exists()
+    family = sized_family(config, 1)
+    text = family.model_config.text_config
+    assert (text.num_hidden_layers, text.hc_count, text.hidden_size) == (48, 4, 16)
+    assert family.widenings[3] == 2560 // 16
