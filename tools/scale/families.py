@@ -41,10 +41,6 @@ def sized_family(config: Any, factor: int = 0) -> Any:
     Raises:
         ValueError: a run that is not simulated, or a model that is neither there nor published.
     """
-    if (folder := config.model.pretrained) and not Path(folder).exists():
-        # Of a folder that is elsewhere the name alone says which family it is of.
-        model = config.model.model_copy(update={"pretrained": Path(folder).name})
-        config = config.model_copy(update={"model": model})
     recipe = family_of_run(config).recipe_class()
     for base, sized in ((VLRecipe, SizedVL), (PI07Recipe, SizedPI07)):
         if issubclass(recipe, base):

@@ -6,12 +6,12 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.config.load import load_run_config
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.testing import record_host_reads, tiny_qwen4_exp
 from scale.families import sized_family
+from simulate_scale import load
 
-CONFIGS = Path(__file__).parents[4] / "configs" / "qwen4_exp"
+CONFIGS = Path(__file__).parents[4] / "configs"
 
 
 @pytest.mark.parametrize("is_recomputed", [False, True])
@@ -29,9 +29,10 @@ def test_the_padding_of_a_batch_is_read_once_for_all_layers(is_recomputed):
 
 
 def test_a_run_is_simulated_of_the_size_that_its_missing_folder_is_called():
-    config = load_run_config(CONFIGS / "lora_8_gpus.yaml", [])
-    assert not Path(config.model.pretrained).exists()
+    config = load(str(CONFIGS / "qwen4_exp" / "lora_8_gpus.yaml"), [])
     family = sized_family(config, 1)
     text = family.model_config.text_config
     assert (text.num_hidden_layers, text.hc_count, text.hidden_size) == (48, 4, 16)
     assert family.widenings[3] == 2560 // 16
+    of_pages = load(str(CONFIGS / "paddleocr_vl" / "one_node_8_gpus.yaml"), [])
+    assert sized_family(of_pages, 1).widenings[3] == 1024 // 16
