@@ -20,10 +20,21 @@ import sys
 from collections import Counter
 from dataclasses import asdict
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 MB, GB = 10**6, 10**9
+
+
+def load(file: str, overrides: list[str]) -> Any:
+    """The settings of a run; of a model folder that is not here its name says which size it has."""
+    from paddle_vl.config.load import load_run_config
+
+    config = load_run_config(file, overrides)
+    if not (folder := config.model.pretrained) or Path(folder).exists():
+        return config
+    return load_run_config(file, [*overrides, f"model.pretrained={Path(folder).name}"])
 
 
 def simulate(config: Any) -> dict[str, Any]:
@@ -115,11 +126,9 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, help="what the degrees must multiply to")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     options = parser.parse_intermixed_args()
-    from paddle_vl.config.load import load_run_config
-
     logging.disable(logging.INFO)
     try:
-        config = load_run_config(options.config, options.overrides)
+        config = load(options.config, options.overrides)
         names = ("dp_degree", "sharding_degree", "mp_degree", "pp_degree")
         degrees = {name: getattr(config.parallel, name) for name in names}
         if options.ranks not in (None, math.prod(degrees.values())):

@@ -427,7 +427,7 @@ class RotaryTables:
     def __init__(self, cos_TH: Tensor, sin_TH: Tensor):
         self.cos_TH, self.sin_TH = cos_TH, sin_TH
         self._by_heads: dict[int, tuple[Tensor, Tensor]] = {}
-        self._by_dtype: dict[str, RotaryTables] = {}
+        self._made: dict[Any, Any] = {}
 
     @classmethod
     def of_angles(cls, angle_TF: Tensor) -> "RotaryTables":
@@ -443,12 +443,13 @@ class RotaryTables:
         """These tables rounded to another dtype, in which the rotation is then computed."""
         if self.cos_TH.dtype == dtype:
             return self
-        name = str(dtype)
-        if name not in self._by_dtype:
-            self._by_dtype[name] = RotaryTables(
-                self.cos_TH.astype(dtype), self.sin_TH.astype(dtype)
-            )
-        return self._by_dtype[name]
+        return self.once(str(dtype), lambda: RotaryTables(*(x.astype(dtype) for x in self)))
+
+    def once(self, key: Any, make: Callable[[], Made]) -> Made:
+        """What a function makes for a key; for all layers of the forward pass it is called once."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
     def of_heads(self, heads: int) -> tuple[Tensor, Tensor]:
         """Cosine and sine `[T, heads, H]`, kept: Paddle's CPU kernels take ten times as long to

@@ -260,7 +260,8 @@ class Indexer(nn.Layer):
         if packed is not None:
             samples = packed_block_samples(packed.offsets, self.sizes)
         elif key_bias_BS is not None:
-            samples = padded_samples(key_bias_BS, self.sizes)
+            # By the tables: a recomputed layer gets another bias.
+            samples = tables.once(self.sizes, lambda: padded_samples(key_bias_BS, self.sizes))
         else:
             samples = equal_samples(batch, length, self.sizes)
         return samples if samples.parts else None

@@ -286,10 +286,14 @@ RUNS = {
     "4 plain": Run(QWEN4_EXP, "no n-grams", _DIGITS_4, _NO_NGRAMS),
     "4 frozen": Run(QWEN4_EXP, "frozen tables", _DIGITS_4, _FROZEN_TABLES),
     "4 watched": Run(QWEN4_EXP, _ANSWERING, _DIGITS_4, _ANSWERED),
+    "4 plain watched": Run(
+        QWEN4_EXP, f"no n-grams, {_ANSWERING}", _DIGITS_4, (*_NO_NGRAMS, *_ANSWERED)
+    ),
     "4 lora": Run(QWEN4_EXP, "LoRA", _DIGITS_4, (*_from("4"), *_MERGERS)),
     "4 dora": Run(QWEN4_EXP, "DoRA", _DIGITS_4, (*_from("4"), *_DORA)),
     "4 dpo": Run(QWEN4_EXP, _PAIRS, _DIGITS_4, (*_from("4"), *_DPO)),
     "4 kto": Run(QWEN4_EXP, _RATED, _DIGITS_4, (*_from("4"), *_KTO), 8),
+    "4 grpo": Run(QWEN4_EXP, _REWARDED, _PROMPTS, (*_GRPO, "model.pretrained={4}/final")),
     "4 mix": Run(QWEN4_EXP, _MIXED, _DIGITS_4, (*_CORPUS, _ITS_PROCESSOR)),
     "ocr": Run(OCR, "packed, tied head", _DOCUMENTS, (*_PAGES, *_TIED)),
     "ocr padded": Run(OCR, "padded", _DOCUMENTS, (*_PAGES, *_PADDED), 8),
@@ -428,10 +432,12 @@ HEAVY = [
     *_rows("4 plain", "mp2", "mp2 SP", "mp2 SP pp2"),
     *_rows("4 frozen", "dp2"),
     *_rows("4 watched", "1 rank -> 1 rank"),
+    *_rows("4 plain watched", "mp2 SP"),
     *_rows("4 lora", "dp2"),
     *_rows("4 dora", "dp2"),
     *_rows("4 dpo", "dp2"),
     *_rows("4 kto", "1 rank -> 1 rank"),
+    *_rows("4 grpo", "1 rank -> 1 rank", "dp2"),
     # The root in the gates of n-grams amplifies the rounding of a sum in another order.
     *_rows("4 mix", "1 rank -> 1 rank"),
     *_rows("grpo", "1 rank -> 1 rank", "mp2", "sharding2 -> dp2", "sharding2 stage 2 -> 1 rank"),

@@ -1,12 +1,13 @@
-"""Records the calls of Paddle's operators that Python code makes."""
+"""Records the calls of Paddle's operators that Python code makes, and the kernels they launch."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
-from paddle import Tensor, _C_ops
+from paddle import Tensor, _C_ops, profiler
 
 
 class Call(NamedTuple):
@@ -57,3 +58,24 @@ def recorded_operators() -> Iterator[list[Call]]:
             if callable(own) and not name.startswith("_"):
                 patch.setattr(_C_ops, name, partial(called, name, own))
         yield calls
+
+
+def launches(do: Callable[[], Any]) -> Counter[str]:
+    """Kernels that Paddle launches, those of backward passes too, by their names."""
+    names: Counter[str] = Counter()
+
+    def count(node: Any) -> None:
+        if str(node.type).endswith(".DygraphKernelLaunch"):
+            names[node.name.removesuffix(" kernel launch")] += 1
+        for child in node.children_node:
+            count(child)
+
+    with profiler.Profiler(
+        targets=[profiler.ProfilerTarget.CPU], on_trace_ready=lambda _: None
+    ) as recording:
+        do()
+    result = recording.profiler_result
+    assert result is not None
+    for root in result.get_data().values():
+        count(root)
+    return names

@@ -3,15 +3,13 @@
 Numbers of launches, and bytes that an update moves, are counted.
 """
 
-from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import paddle
 import pytest
-from paddle import _C_ops, profiler
+from paddle import _C_ops
 
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.families.vlm.inputs.collate import prepared
@@ -31,7 +29,7 @@ from tests.single_card_tests.train.batches import (
     parameters_of,
     vl_runner,
 )
-from tests.support.operators import recorded_operators
+from tests.support.operators import launches, recorded_operators
 from tests.support.states import states_of
 from tests.support.tiny import tiny_model
 
@@ -178,26 +176,6 @@ def test_half_precision_parameters_are_rounded_from_flat_masters():
     assert_same_bits(found[1], found[0])
 
 
-def num_launches(do: Callable[[], None]) -> int:
-    """Kernels that Paddle launches."""
-    kinds: Counter[str] = Counter()
-
-    def count(node) -> None:
-        kinds[str(node.type).rpartition(".")[2]] += 1
-        for child in node.children_node:
-            count(child)
-
-    with profiler.Profiler(
-        targets=[profiler.ProfilerTarget.CPU], on_trace_ready=lambda _: None
-    ) as recording:
-        do()
-    result = recording.profiler_result
-    assert result is not None
-    for root in result.get_data().values():
-        count(root)
-    return kinds["DygraphKernelLaunch"]
-
-
 def test_launches_of_an_update_do_not_grow_with_the_number_of_tensors():
     numbers = {}
     for flat in (False, True):
@@ -207,7 +185,7 @@ def test_launches_of_an_update_do_not_grow_with_the_number_of_tensors():
             vl_runner(model).accumulate_gradients([IMAGES], [IMAGES["num_target_tokens"]])
             norm = float(optimizer.squared_norm().sqrt())
             with record_host_reads() as reads:
-                numbers[flat] = num_launches(partial(optimizer.update, 0.01, norm))
+                numbers[flat] = sum(launches(partial(optimizer.update, 0.01, norm)).values())
             assert reads == []
             optimizer.clear_gradients()
         num_buckets = len(optimizer.tensors) if flat else 0
