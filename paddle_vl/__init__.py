@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     )
     from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
     from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
+    from paddle_vl.families.qwen4_exp.config import Qwen4ExpConfig
+    from paddle_vl.families.qwen4_exp.model import Qwen4ExpForConditionalGeneration
     from paddle_vl.families.vlm.inputs.processor import Qwen3VLProcessor
     from paddle_vl.generation.config import GenerationConfig
 
@@ -48,6 +50,8 @@ _HOME = {
     "Qwen3_5Config": "paddle_vl.families.qwen3_5.config",
     "Qwen3_5ForConditionalGeneration": "paddle_vl.families.qwen3_5.model",
     "Qwen3_5MoeForConditionalGeneration": "paddle_vl.families.qwen3_5.model",
+    "Qwen4ExpConfig": "paddle_vl.families.qwen4_exp.config",
+    "Qwen4ExpForConditionalGeneration": "paddle_vl.families.qwen4_exp.model",
     "Qwen3VLConfig": "paddle_vl.families.qwen3_vl.config",
     "Qwen3VLForConditionalGeneration": "paddle_vl.families.qwen3_vl.model",
     "Qwen3VLProcessor": "paddle_vl.families.vlm.inputs.processor",
@@ -67,6 +71,8 @@ __all__ = [
     "Qwen3_5Config",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
+    "Qwen4ExpConfig",
+    "Qwen4ExpForConditionalGeneration",
 ]
 
 

@@ -31,6 +31,7 @@ FAMILIES = {
     "pi07_start": "parity.pi07_start",
     "preference": "parity.preference",
     "qwen3_5": "parity.qwen3_5",
+    "qwen4_exp": "parity.qwen4_exp",
     "qwen_vl": "parity.qwen_vl",
 }
 

@@ -21,7 +21,7 @@ and, to see what a sick run looks like:
 - unanswerable: with right answers in words that the model never gives
 - fast: five times the learning rate, without dynamic sampling
 
-`choice` has settings, with a seed of their own, measured on images of the training conversations
+`choice` has settings, with seeds of their own, measured on images of the training conversations
 that the prompts leave out. All other figures are greedy answers about test images, percent exact:
 the two questions with their images, with blank ones and with those of other digits, and the
 questions of the training conversations.
@@ -51,16 +51,29 @@ QUESTIONS = ("parity", "next")
 OLD = ("single", "two_turn", "compare", "add")
 PLAIN = "grpo.dynamic_sample=false"
 ALONE, BOTH = ("prompts",), ("prompts", "old_prompts")
-ANSWERS_OF_UPDATE, UPDATES = 16 * 8, 40
-CHOICE_SEED = 0
-# Settings, and files of prompts.
+ANSWERS_OF_UPDATE, UPDATES = 16 * 8, 60
+_SHORT, _CONSTANT = "train.max_steps=40", "train.lr_scheduler_type=constant"
+_DECAYS = ("train.lr_scheduler_type=warmup_stable_decay", "train.decay_ratio=0.5")
+# Settings, files of prompts, and seeds.
 CHOICE = {
-    "1e-4, plain": (("train.learning_rate=1e-4", PLAIN), ALONE),
-    "1e-4, dynamic": (("train.learning_rate=1e-4",), ALONE),
-    "2e-4, plain": ((PLAIN,), ALONE),
-    "2e-4, dynamic": ((), ALONE),
-    "2e-4, dynamic, beta 0.1": (("grpo.beta=0.1",), ALONE),
-    "2e-4, dynamic, old prompts": ((), BOTH),
+    name: ((_SHORT, _CONSTANT, *settings), prompts, (0,))
+    for name, settings, prompts in (
+        ("1e-4, plain", ("train.learning_rate=1e-4", PLAIN), ALONE),
+        ("1e-4, dynamic", ("train.learning_rate=1e-4",), ALONE),
+        ("2e-4, plain", (PLAIN,), ALONE),
+        ("2e-4, dynamic", (), ALONE),
+        ("2e-4, dynamic, beta 0.1", ("grpo.beta=0.1",), ALONE),
+        ("2e-4, dynamic, old prompts", (), BOTH),
+    )
+} | {
+    f"the last, {name}": (settings, BOTH, (11, 12, 13))
+    for name, settings in (
+        ("other seeds", (_SHORT, _CONSTANT)),
+        ("3e-4, cosine", (_SHORT, "train.learning_rate=3e-4")),
+        ("3e-4, cosine, 60 updates", ("train.learning_rate=3e-4",)),
+        ("constant, then falling, 60 updates", _DECAYS),
+        ("cosine, 60 updates", ()),
+    )
 }
 KINDS = ("recipe", "shuffled", "alone", "plain")
 SICK = {
@@ -191,13 +204,15 @@ class Trial:
         self.run("unanswerable", seed, prompts=["unanswerable"])
         self.run("fast", seed, "train.learning_rate=1e-3", PLAIN)
 
-    def chosen(self) -> dict[str, dict[str, float]]:
-        """Percent exact on validation images, of the start and by settings."""
-        found = {"start": self.exact("start", "validated")}
-        for number, (name, (settings, prompts)) in enumerate(CHOICE.items()):
-            run = f"choice{number + 1}"
-            self.run(run, CHOICE_SEED, *settings, prompts=prompts)
-            found[name] = self.exact(run, "validated")
+    def chosen(self) -> dict[str, list[dict[str, float]]]:
+        """Percent exact on validation images, of the start and by settings, of each seed."""
+        found = {"start": [self.exact("start", "validated")]}
+        for number, (name, (settings, prompts, seeds)) in enumerate(CHOICE.items()):
+            found[name] = []
+            for seed in seeds:
+                run = f"choice{number + 1}_{seed}"
+                self.run(run, seed, *settings, prompts=prompts)
+                found[name].append(self.exact(run, "validated"))
         return found
 
     def exact(self, name: str, questions: str) -> dict[str, float]:
@@ -233,9 +248,9 @@ def missed(found: Mapping[str, dict[str, float]]) -> list[str]:
     return problems
 
 
-def lost(found: Mapping[str, dict[str, float]], name: str) -> float:
+def lost(start: Mapping[str, float], run: Mapping[str, float]) -> float:
     """Points of exact answers that a run has lost, in the old task that loses most."""
-    return max(found["start"][task] - found[name][task] for task in OLD)
+    return max(start[task] - run[task] for task in OLD)
 
 
 def learned_table(found: Mapping[str, dict[str, float]], trial: Trial) -> harness.Table:
@@ -247,7 +262,7 @@ def learned_table(found: Mapping[str, dict[str, float]], trial: Trial) -> harnes
     for kind in ("start", *KINDS):
         names = [name for name in found if name.rstrip("0123456789") == kind]
         cells = ["/".join(f"{found[name][task]:.1f}" for name in names) for task in tasks]
-        cells.append("/".join(f"{lost(found, name):.1f}" for name in names))
+        cells.append("/".join(f"{lost(found['start'], found[name]):.1f}" for name in names))
         if kind == "start":
             cells += ["-", "-"]
         else:
@@ -308,8 +323,12 @@ def learn(options: argparse.Namespace, _: Path) -> harness.Result:
             "rewards choice",
             ["learning rate and settings", *QUESTIONS, "lost"],
             [
-                [name, *(f"{of[task]:.1f}" for task in QUESTIONS), f"{lost(chosen, name):.1f}"]
-                for name, of in chosen.items()
+                [
+                    name,
+                    *("/".join(f"{of[task]:.1f}" for of in seeds) for task in QUESTIONS),
+                    "/".join(f"{lost(chosen['start'][0], of):.1f}" for of in seeds),
+                ]
+                for name, seeds in chosen.items()
             ],
         ),
         learned_table(found, trial),

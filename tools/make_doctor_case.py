@@ -2,6 +2,7 @@
 
     PYTHON tools/make_doctor_case.py paddle_vl/doctor/cases/qwen3_vl.safetensors
     PYTHON tools/make_doctor_case.py paddle_vl/doctor/cases/qwen3_5.safetensors
+    PYTHON tools/make_doctor_case.py paddle_vl/doctor/cases/qwen4_exp.safetensors
     PYTHON tools/make_doctor_case.py paddle_vl/doctor/cases/paddleocr_vl.safetensors
 
 PYTHON is an interpreter with torch and transformers; nothing of paddle_vl is imported. The file has
@@ -33,6 +34,16 @@ TEXT_3_5 = TEXT | {
         "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
         "mrope_section": [2, 1, 1], "mrope_interleaved": True,
     },
+}  # fmt: skip
+# Of Qwen4-Exp. A query sees up to 17 tokens, more than the batch has, since rounding to bfloat16
+# changes choices; generated tokens choose.
+TEXT_4 = TEXT_3_5 | {
+    "output_gate_type": "sigmoid", "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8,
+    "hc_count": 2, "hc_lowrank": 4, "indexer_n_heads": 2, "indexer_kv_heads": 1,
+    "indexer_head_dim": 8, "indexer_budget": 16, "indexer_compress_ratio": 2,
+    "ple_layer_ids": [1], "heads_per_ngram": 2, "ple_conv_kernel_size": 3, "eos_token_id": 9,
+    "ngram_vocab_size_base": 20, "make_ngram_vocab_size_divisible_by": 16,
 }  # fmt: skip
 VISION = {
     "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4,
@@ -68,16 +79,20 @@ def main() -> None:
     import transformers  # pyright: ignore[reportMissingImports]
     from safetensors.numpy import save_file
 
-    is_hybrid = "qwen3_5" in options.file
+    is_4 = "qwen4_exp" in options.file
+    is_hybrid = "qwen3_5" in options.file or is_4
     text, vision, kind = (dict(TEXT), dict(VISION), "Qwen3VL")
     if is_hybrid:
         text, vision, kind = dict(TEXT_3_5), VISION | {"deepstack_visual_indexes": []}, "Qwen3_5"
+        if is_4:
+            text, kind = dict(TEXT_4), "Qwen4Exp"
+            del text["intermediate_size"]
         del text["rope_theta"], text["rope_scaling"]
     is_document = "paddleocr_vl" in options.file
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     values = {
-        "model_type": "qwen3_5" if is_hybrid else "qwen3_vl",
+        "model_type": "qwen4_exp" if is_4 else "qwen3_5" if is_hybrid else "qwen3_vl",
         "text_config": text, "vision_config": vision,
         "tie_word_embeddings": False, "image_token_id": IMAGE, "video_token_id": VIDEO,
         "vision_start_token_id": START, "vision_end_token_id": END,
@@ -137,7 +152,15 @@ def main() -> None:
     )[:, -NEW_TOKENS:]
     parameters = {hubs_name(name, is_document): p for name, p in model.named_parameters()}
     arrays = {name: p.detach().numpy() for name, p in parameters.items()}
-    arrays |= {f"grad.{name}": p.grad.numpy() for name, p in parameters.items()}
+    # An indexer has no gradient.
+    trained = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    arrays |= {f"grad.{name}": grad.numpy() for name, grad in trained.items()}
+    # Hashes of n-grams.
+    arrays |= {
+        name: buffer.numpy()
+        for name, buffer in model.named_buffers()
+        if ".ple_embedding." in name and not buffer.is_floating_point()
+    }
     arrays |= {f"in.{name}": array for name, array in batch.items()}
     arrays |= {
         "logits": output.logits.detach().numpy(),

@@ -20,6 +20,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from paddle_vl.checkpoint.safetensors_io import (
+    JoinedRows,
     StoredTensor,
     TensorToWrite,
     encoded,
@@ -192,10 +193,14 @@ class StoredAdapter:
                 f"for what it does not have ({', '.join(strange)}), {len(misfits)} are of other "
                 f"shapes ({'; '.join(misfits)}); choose its own base"
             )
-        return [
-            TensorToWrite(key, tensor.shape, tensor.dtype, partial(self._merged, key, tensor))
-            for key, tensor in base.items()
-        ]
+        written = list[TensorToWrite]()
+        for key, tensor in base.items():
+            if isinstance(tensor, JoinedRows) and key not in self.tensors:
+                written += [part.copied(part.name) for part in tensor.parts]
+            else:
+                merged = partial(self._merged, key, tensor)
+                written.append(TensorToWrite(key, tensor.shape, tensor.dtype, merged))
+        return written
 
     def _merged(self, key: str, tensor: StoredTensor) -> np.ndarray:
         array, module = self.tensors.get(key, tensor).read(), key.removesuffix(".weight")

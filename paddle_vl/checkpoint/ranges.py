@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PART_BYTES = 1 << 28
 # Coordinates of the ranks that have a share, as of a `Seat`; None: any.
-Place = tuple[int | None, int | None, int | None, int | None]
+Place = tuple[int | None, int | None, int | None, int | None, int | None]
 
 
 class ShardedValue:
@@ -51,7 +51,7 @@ class ShardedValue:
         value: Tensor | None = None,
     ):
         self._spec, self._shape = table[parameter], tuple(parameter.shape)
-        self._mp, self._ep = table.num_shards(parameter)
+        self._mp, self._owners = table.num_shards(parameter)
         self._spans, self._own = None, parameter.detach
         if store is not None:
             self._spans, self._own, _ = store.spread(parameter, value)
@@ -62,7 +62,7 @@ class ShardedValue:
     @property
     def is_local(self) -> bool:
         """Whether each rank has the full value."""
-        return self._mp == self._ep == 1 and self._spans is None
+        return self._mp == self._owners == 1 and self._spans is None
 
     @property
     def crosses_stages(self) -> bool:
@@ -80,40 +80,65 @@ class ShardedValue:
 
     def shares(self, first: int, last: int) -> Iterator[tuple[Place, int, int]]:
         """Who has rows `first` to `last`, and where in what it has; in the order of `joined`."""
-        for ep, mp, begin, end in self._shards(first, last):
+        for owner, mp, begin, end in self._shards(first, last):
             spans = [(0, end)] if self._spans is None else self._spans
             for rank, (start, stop) in enumerate(spans):
                 low, high = max(begin, start), min(end, stop)
                 if low < high:
                     shard = None if self._spans is None else rank
                     of_matrix = mp if self._mp > 1 else None
-                    place: Place = (None, of_matrix, shard, None)
-                    if self._ep > 1:
+                    place: Place = (None, of_matrix, shard, None, None)
+                    if self._owners > 1 and self._spec.is_table:
+                        place = (None, None, None, None, owner)
+                    elif self._owners > 1:
                         # Experts of expert parallelism are sharded over ranks of their own.
-                        place = (ep, of_matrix, None, shard)
+                        place = (owner, of_matrix, None, shard, None)
                     yield place, low - start, high - start
 
     def joined(self, flat: np.ndarray, first: int, last: int) -> np.ndarray:
         """Rows `first` to `last` of the full value from the values of all shares in order."""
-        by_ep, at = dict[int, list[np.ndarray]](), 0
-        for ep, _, begin, end in self._shards(first, last):
+        by_owner, at = dict[int, list[np.ndarray]](), 0
+        for owner, _, begin, end in self._shards(first, last):
             shard = flat[at : at + end - begin].reshape([-1, *self._shape[1:]])
-            by_ep.setdefault(ep, []).append(shard)
+            by_owner.setdefault(owner, []).append(shard)
             at += end - begin
-        parts = [s[0] if len(s) == 1 else joined_shards(self._spec, s) for s in by_ep.values()]
+        parts = [s[0] if len(s) == 1 else joined_shards(self._spec, s) for s in by_owner.values()]
         full = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return full if self._shape else full.reshape([])
 
     def _shards(self, first: int, last: int) -> Iterator[tuple[int, int, int, int]]:
-        """Numbers (ep, mp) of the shards with these rows, and first value and end of the rows in
+        """Numbers (owner, mp) of the shards with these rows, and first value and end of the rows in
         the flat shard."""
         rows, width = math.prod(self._shape[:1]), math.prod(self._shape[1:])
-        for ep in range(self._ep):
+        for owner in range(self._owners):
             for mp in range(self._mp):
-                start = (ep * self._mp + mp if self._spec.split_axis == 0 else ep) * rows
+                start = (owner * self._mp + mp if self._spec.split_axis == 0 else owner) * rows
                 begin, end = (min(max(row - start, 0), rows) for row in (first, last))
                 if begin < end:
-                    yield ep, mp, begin * width, end * width
+                    yield owner, mp, begin * width, end * width
+
+
+class RowRange:
+    """Some rows of a value, which are a tensor of their own in a file; what is written of a
+    `ShardedValue`."""
+
+    def __init__(self, whole: ShardedValue, first: int, last: int):
+        self._whole, self._first, self.rows = whole, first, last - first
+        self.dtype, self.columns = whole.dtype, whole.columns
+        self.is_local, self.crosses_stages = whole.is_local, whole.crosses_stages
+        self.divides, self.flat = whole.divides, whole.flat
+
+    def shares(self, first: int, last: int) -> Iterator[tuple[Place, int, int]]:
+        return self._whole.shares(self._first + first, self._first + last)
+
+    def joined(self, flat: np.ndarray, first: int, last: int) -> np.ndarray:
+        return self._whole.joined(flat, self._first + first, self._first + last)
+
+
+def rows_of(tensor: TensorToWrite, name: str, first: int, last: int) -> TensorToWrite:
+    """Rows of a tensor with a source, as a tensor with another name."""
+    source, shape = RowRange(tensor.source, first, last), (last - first, *tensor.shape[1:])
+    return tensor._replace(name=name, shape=shape, source=source)
 
 
 class Part(NamedTuple):
@@ -125,7 +150,7 @@ class Part(NamedTuple):
     writer: int
 
     @property
-    def source(self) -> ShardedValue | None:
+    def source(self) -> ShardedValue | RowRange | None:
         return self.tensors[0].source
 
     @property
@@ -262,7 +287,7 @@ class Exchange:
             self._places[number] = [slice(None)]
 
     def _exchange(
-        self, number: int, parts: Sequence[tuple[Part, ShardedValue]], dtype: Any
+        self, number: int, parts: Sequence[tuple[Part, ShardedValue | RowRange]], dtype: Any
     ) -> None:
         """Bring the values of one part each of some ranks to these."""
         own_rank, index = self._ranks.rank, self._members.index

@@ -17,7 +17,7 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.checkpoint.rules import StoredParameter, by_parameter, shared_slices
+from paddle_vl.checkpoint.rules import Same, StoredParameter, by_parameter, shared_slices
 from paddle_vl.nn.linear import whole_slices
 from paddle_vl.nn.parameter_table import ParameterTable, Spread, taken
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # Every rank reads smaller tensors itself: a message takes longer.
 SHARED_VALUES = 1 << 18
+# Of larger tensors so many are in memory beside the parameter.
+PART_VALUES = 1 << 26
 # Endings of quantized weights: FP8, compressed-tensors, GPTQ and AWQ, bitsandbytes, MLX.
 _OF_QUANTIZED = ("_scale", "_scale_inv", ".weight_packed", ".qweight", ".absmax", ".scales")
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -251,11 +253,18 @@ def stored_value(items: Sequence[StoredParameter], stored: Mapping[str, Readable
         items: of the parameter, several of a fused one.
     """
     first = items[0]
-    dtype = first.parameter.dtype
-    if first.block is None:
+    dtype, parts = first.parameter.dtype, _row_parts(first, stored[first.key])
+    if first.block is None and len(parts) < 2:
         value = paddle.to_tensor(own_value(first, stored[first.key]))
         return value if value.dtype == dtype else value.astype(dtype)
     joined = paddle.empty(first.parameter.shape, dtype)
+    if first.block is None:
+        begin, is_split = 0, 0 in first.own_slices()
+        for rows in parts:
+            value = paddle.to_tensor(_read_rows(first, stored[first.key], rows, is_split))
+            joined[begin : begin + value.shape[0]] = value.astype(dtype)
+            begin += value.shape[0]
+        return joined
     slices = first.table.column_slices(first.parameter)
     for item, columns in zip(items, slices, strict=True):
         value = paddle.to_tensor(own_value(item, stored[item.key]))
@@ -275,13 +284,34 @@ def own_value(item: StoredParameter, stored: ReadableTensor) -> np.ndarray:
     slices = dict(item.own_slices())
     axis = item.layout.row_axis % len(item.parameter.shape)
     rows = slices.pop(axis, None)
-    readers = item.table.readers(item.table[item.parameter], rows is not None)
     parts = [
-        _shared_rows(stored.narrowed(each.start, each.stop), item.table, readers)
+        _read_rows(item, stored, each, rows is not None)
         for each in rows or [slice(0, stored.shape[0])]
     ]
     read = parts[0] if len(parts) == 1 else np.concatenate(parts)
     return taken(item.layout.to_parameter(read), slices)
+
+
+def _row_parts(item: StoredParameter, stored: ReadableTensor) -> list[slice]:
+    """The rows that this rank's shard of a large table is made of, some at once; none of a tensor
+    that is read at once, or whose rows are no rows of the parameter."""
+    is_large = math.prod(stored.shape) > PART_VALUES
+    if not is_large or type(item.layout) is not Same or not isinstance(stored, DivisibleTensor):
+        return []
+    slices = dict(item.own_slices())
+    rows = slices.pop(0, [slice(0, stored.shape[0])])
+    step = max(PART_VALUES // math.prod(stored.shape[1:]), 1)
+    return [
+        slice(begin, min(begin + step, each.stop))
+        for each in rows
+        for begin in range(each.start, each.stop, step)
+        if not slices
+    ]
+
+
+def _read_rows(item: StoredParameter, stored: Any, rows: slice, is_split: bool) -> np.ndarray:
+    readers = item.table.readers(item.table[item.parameter], is_split)
+    return _shared_rows(stored.narrowed(rows.start, rows.stop), item.table, readers)
 
 
 def _shared_rows(stored: DivisibleTensor, table: ParameterTable, readers: Sequence[Any]):
@@ -327,7 +357,8 @@ def drawn_values(
         parameters: without storage.
         full: the full model's, without storage, if `parameters` are shards, only some of them, or
             separate linears of fused ones. Full tensors are drawn in order, one in memory at a
-            time, so the weights are those of a single device with the same seed.
+            time, so the weights are those of a single device with the same seed. Of a row table
+            (`paddle_vl.nn.row_table`) each rank draws its own rows.
     """
     if full is None:
         return [
@@ -350,7 +381,13 @@ def drawn_values(
     for items in by_parameter(full):
         draw = partial(drawn, items[0].parameter)
         targets = by_parameter(own[item.key] for item in items if item.key in own)
-        if not targets:
+        if items[0].table[items[0].parameter].is_table:
+            from paddle_vl.nn.row_table import draw_seed
+
+            target = targets[0][0].parameter if targets else None
+            run = draw_seed if target is None else target.initialize
+            steps.append(MaterializeStep(target, run))
+        elif not targets:
             steps.append(MaterializeStep(None, draw))
         elif len(targets) == 1:
             steps.append(MaterializeStep(targets[0][0].parameter, partial(take, targets[0], draw)))

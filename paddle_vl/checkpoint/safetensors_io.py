@@ -10,7 +10,7 @@ import json
 import struct
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,6 +122,34 @@ class StoredTensor(NamedTuple):
 
         begins = range(0, self.num_bytes, _COMPARED_AT_ONCE)
         return all(np.array_equal(chunk(self, begin), chunk(other, begin)) for begin in begins)
+
+
+class JoinedRows(NamedTuple):
+    """Tensors of one dtype above each other."""
+
+    parts: tuple[StoredTensor, ...]
+
+    @property
+    def dtype(self) -> str:
+        return self.parts[0].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+
+    def narrowed(self, first: int, last: int) -> "JoinedRows":
+        """Rows `first` to `last`."""
+        begins = list(accumulate((part.shape[0] for part in self.parts), initial=0))
+        # At least one part, for dtype and shape.
+        spans = [
+            (part, max(first - begin, 0), min(last - begin, part.shape[0]))
+            for part, begin in zip(self.parts, begins, strict=False)
+        ]
+        held = [part.narrowed(low, high) for part, low, high in spans if low < high]
+        return JoinedRows(tuple(held) or (self.parts[0].narrowed(0, 0),))
+
+    def read(self, *, must_be_finite: bool = True) -> np.ndarray:
+        return np.concatenate([part.read(must_be_finite=must_be_finite) for part in self.parts])
 
 
 def check_finite(array: np.ndarray, what: str) -> None:

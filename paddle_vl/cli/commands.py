@@ -62,7 +62,7 @@ def evaluate(options: argparse.Namespace) -> int:
         json=None if options.json is None else Path(options.json),
     )
     if options.endpoint is not None:
-        from paddle_vl.serving.access import read_token
+        from paddle_vl.files.token_file import read_token
         from paddle_vl.serving.endpoint import scores_at
 
         key = read_token(options.api_key_file, "OPENAI_API_KEY")

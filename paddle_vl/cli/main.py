@@ -242,7 +242,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="paddle-vl",
         description="Train, evaluate and run models with PaddlePaddle: Qwen3-VL, Qwen3.5, "
-        "PaddleOCR-VL and pi07.",
+        "Qwen4-Exp, PaddleOCR-VL and pi07.",
         epilog=textwrap.dedent(f"""\
             examples:
               paddle-vl train configs/my_run.yaml train.learning_rate=1e-4

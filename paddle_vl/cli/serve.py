@@ -48,7 +48,8 @@ def serve(options: argparse.Namespace) -> int:
         configure_runtime()
     import socket
 
-    from paddle_vl.serving.access import check_exposure, read_token
+    from paddle_vl.files.token_file import read_token
+    from paddle_vl.serving.access import check_exposure
     from paddle_vl.serving.openai_app import AppSettings, OpenAIApp, OpenAIServer
 
     token = options.api_key or read_token(options.token_file)
@@ -104,7 +105,7 @@ def served_model(options: argparse.Namespace) -> Any:
     engine = Engine(model, bounds, adapters)
     room = int(engine.stats()["kv_blocks_total"]) * bounds.block_size
     length = min(options.max_model_len or room, room, longest or room)
-    files = options.allowed_media_path
+    files, weights = options.allowed_media_path, options.allowed_weights_path
     rules = MediaRules(files and Path(files).resolve(strict=True), options.allow_remote)
     own = model.generation_config or GenerationConfig()
     ends = own.with_ends_of(processor.generation_config).eos_token_ids
@@ -117,6 +118,8 @@ def served_model(options: argparse.Namespace) -> Any:
         model.generation_config,
         ends,
         options.default_max_tokens,
+        options.logprobs_mode,
+        None if weights is None else Path(weights).resolve(strict=True),
     )
 
 
@@ -134,8 +137,9 @@ def serve_policy(options: argparse.Namespace) -> int:
     import asyncio
 
     from paddle_vl.config.bounded_yaml import read_document
+    from paddle_vl.files.token_file import read_token
     from paddle_vl.serving import openpi, vla_eval
-    from paddle_vl.serving.access import check_exposure, read_token
+    from paddle_vl.serving.access import check_exposure
     from paddle_vl.serving.batching import BatchSettings
     from paddle_vl.serving.policy import PolicyActor, open_policy
     from paddle_vl.serving.transport import Server, ServerSettings, WireProtocol
@@ -217,6 +221,8 @@ _OF_MODELS = [
            {"default": "float32", "choices": ("float32", "bfloat16", "auto")}),
     value("--lora-modules", "NAME=DIR", "adapters over the model, by the names that requests have "
           "for them", type=_pair, nargs="+", default=[]),
+    value("--allowed-weights-path", "DIR", "clients may have weights and adapters of folders in "
+          "this one loaded, as a run that learns from rewards does (default: none)"),
 ]  # fmt: skip
 SERVE = Command(
     serve,
@@ -252,6 +258,9 @@ SERVE = Command(
             "batches",
             number("--max-model-len", "tokens of a prompt with its answer (default: what the model "
                    "and the memory have room for)"),
+            Option("--logprobs-mode", "log-probabilities before any rule of sampling, or behind "
+                   "temperature, top_k and the like (default raw_logprobs)",
+                   {"default": "raw_logprobs", "choices": ("raw_logprobs", "processed_logprobs")}),
             number("--default-max-tokens", "of an answer, where a chat does not say (default 2048)",
                    2048),
             number("--max-num-seqs", "answers that run at once (default 32)", 32),

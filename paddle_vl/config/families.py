@@ -24,6 +24,7 @@ class ModelShape:
         num_experts: experts of a layer; 0 without experts.
         shared_expert_intermediate_size: inner width of an expert of all tokens; 0 without one.
         linear_num_key_heads: key heads of layers with a state in place of keys; 0 without such.
+        table_rows: rows of each table that is divided by rows.
     """
 
     num_attention_heads: int
@@ -35,6 +36,7 @@ class ModelShape:
     num_experts: int = 0
     shared_expert_intermediate_size: int = 0
     linear_num_key_heads: int = 0
+    table_rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -236,12 +238,14 @@ def model_values(source: str | Path | dict[str, Any] | None) -> dict[str, Any]:
     file, name = Path(source), str(source).lower()
     for owner in ("qwen/", "paddlepaddle/"):
         name = name.removeprefix(owner)
-    of_size = [entry for entry in _FAMILIES if name.startswith(entry.sizes)]
+    # The longest beginning tells apart families with one generation in their names.
+    begins = {begin: entry for entry in _FAMILIES for begin in entry.sizes}
+    of_size = max((begin for begin in begins if name.startswith(begin)), key=len, default=None)
     try:
         file = file / "config.json" if file.is_dir() else file
         # Opening a pipe would block.
         if of_size and not file.exists():
-            return {"model_type": of_size[0].model_types[0]}
+            return {"model_type": begins[of_size].model_types[0]}
         return read_json_object(file, "a config.json") if file.is_file() else {}
     except (OSError, RuntimeError):
         return {}
@@ -287,6 +291,10 @@ _EXPORTED_VL = {
     "export": "paddle_vl.export.qwen3_vl.programs:to_export",
     "exported": "paddle_vl.export.qwen3_vl.exported:ExportedQwen3VL",
 }
+_STATES = (
+    f"{_CANNOT_EXPORT}: the number of chunks that its states pass through depends on the length of "
+    "a prompt, which a traced program does not know; generate with the model itself"
+)
 _OCR = "paddle_vl.families.paddleocr_vl"
 _PI07, _PI07_EXPORT = "paddle_vl.families.pi07", "paddle_vl.export.pi07"
 _OF_BOTH_POLICIES = {
@@ -319,12 +327,19 @@ for _entry in (
         "paddle_vl.families.qwen3_5.recipe:Qwen3_5Recipe",
         "paddle_vl.families.qwen3_5.model:Qwen3_5ForConditionalGeneration",
         VLM_CAPABILITIES,
-        {
-            "export": f"{_CANNOT_EXPORT}: the number of chunks that its states pass through "
-            "depends on the length of a prompt, which a traced program does not know; generate "
-            "with the model itself"
-        },
+        {"export": _STATES},
         sizes=("qwen3.5-", "qwen3.6-", "qwen3.8-"),
+        processor=f"{_VLM}.inputs.processor:Qwen3VLProcessor",
+    ),
+    FamilyEntry(
+        "Qwen4-Exp",
+        ("qwen4_exp", "qwen3_8_flash_next"),
+        f"{_VLM}.settings:VLRun",
+        "paddle_vl.families.qwen4_exp.recipe:Qwen4ExpRecipe",
+        "paddle_vl.families.qwen4_exp.model:Qwen4ExpForConditionalGeneration",
+        VLM_CAPABILITIES,
+        {"export": _STATES},
+        sizes=("qwen3.8-flash-next",),
         processor=f"{_VLM}.inputs.processor:Qwen3VLProcessor",
     ),
     FamilyEntry(

@@ -1,8 +1,8 @@
 """The golden self-test: small models of the originals, whose numbers are stored, computed here.
 
-`cases/` has a small Qwen3-VL, Qwen3.5 and PaddleOCR-VL of HF transformers on torch: weights,
-batch, loss, logits, every gradient and greedy tokens, made by `tools/make_doctor_case.py`. They run
-on this machine's device and kernels.
+`cases/` has a small Qwen3-VL, Qwen3.5, Qwen4-Exp and PaddleOCR-VL of HF transformers on torch:
+weights, batch, loss, logits, every gradient and greedy tokens, made by `tools/make_doctor_case.py`.
+They run on this machine's device and kernels.
 """
 
 from functools import partial
@@ -26,6 +26,7 @@ CASES = {
     for stem, model in (
         ("qwen3_vl", "Qwen3-VL"),
         ("qwen3_5", "Qwen3.5"),
+        ("qwen4_exp", "Qwen4-Exp"),
         ("paddleocr_vl", "PaddleOCR-VL"),
     )
 }

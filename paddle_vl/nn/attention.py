@@ -256,6 +256,13 @@ class CachedKeys:
     def __init__(self, length: int, key_bias_BS: Tensor | None = None):
         self.length, self.key_bias_BS = length, key_bias_BS
         self._biases: dict[tuple[int, ...], Tensor] = {}
+        self._made: dict[Any, Any] = {}
+
+    def once(self, make: Callable[..., Made], *args: Any) -> Made:
+        """What a function makes of this and other arguments; for all layers it is called once."""
+        if (key := (make, *args)) not in self._made:
+            self._made[key] = make(self, *args)
+        return self._made[key]
 
     def bias(self, batch: int, key_heads: int, groups: int, capacity: int) -> Tensor:
         """Bias `[B, K, G, C]` of a single query over whole buffers; it hides free positions too.
@@ -328,6 +335,7 @@ class PagedKeys(CachedKeys):
         rows: number of each row, for what layers keep beside keys.
 
     Attributes:
+        of_rows: the places.
         lengths: S of each row; `length` is the longest.
         num_new: L.
         begins: whether no row has a key of before.
@@ -339,17 +347,17 @@ class PagedKeys(CachedKeys):
         self.lengths, self._rows = [len(each) for each in places], rows
         super().__init__(max(self.lengths))
         self.begins = self.length == num_new
-        self._places, self.num_new = places, num_new
+        self.of_rows, self.num_new = places, num_new
 
     @cached_property
     def new(self) -> Tensor:
         """Places of the new tokens, row by row: int64 `[R * L]`."""
-        return device_tensor(np.concatenate([each[-self.num_new :] for each in self._places]))
+        return device_tensor(np.concatenate([each[-self.num_new :] for each in self.of_rows]))
 
     @cached_property
     def places(self) -> Tensor:
         """Places of all keys, row by row: int64."""
-        return device_tensor(np.concatenate(self._places))
+        return device_tensor(np.concatenate(self.of_rows))
 
     @cached_property
     def offsets(self) -> Tensor:

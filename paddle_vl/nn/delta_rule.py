@@ -326,7 +326,9 @@ class Reach:
 
 
 @operation
-def gated_rms_norm(x: Tensor, gate: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight_C: Tensor, epsilon: float, is_sigmoid: bool = False
+) -> Tensor:
     """`weight * (x / sqrt(mean(x^2) + epsilon)) * silu(gate)`, the mean over C.
 
     The quotient is computed in float32 and cast to the dtype of `x` before the weight; the gate is
@@ -334,6 +336,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight_C: Tensor, epsilon: float) ->
 
     Args:
         x, gate: `[..., C]`.
+        is_sigmoid: take `sigmoid(gate)`.
 
     Returns:
         `[..., C]` in the dtype of `x`.
@@ -341,7 +344,8 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight_C: Tensor, epsilon: float) ->
     wide = x.astype("float32")
     mean = (wide * wide).sum(axis=-1, keepdim=True) / x.shape[-1]
     normed = (wide * paddle.rsqrt(mean + epsilon)).astype(x.dtype) * weight_C
-    return (normed * F.silu(gate.astype("float32"))).astype(x.dtype)
+    act = F.sigmoid if is_sigmoid else F.silu
+    return (normed * act(gate.astype("float32"))).astype(x.dtype)
 
 
 class TokenState(NamedTuple):
@@ -579,15 +583,15 @@ class DeltaRule(nn.Layer):
 class GatedRMSNorm(nn.Layer):
     """`gated_rms_norm` over the last dim; the weight starts at one."""
 
-    def __init__(self, size: int, epsilon: float):
+    def __init__(self, size: int, epsilon: float, is_sigmoid: bool = False):
         super().__init__()
-        self.epsilon = epsilon
+        self.epsilon, self.is_sigmoid = epsilon, is_sigmoid
         self.weight = self.create_parameter(
             [size], dtype=precise_dtype.get(), default_initializer=Constant(1.0)
         )
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        return gated_rms_norm(x, gate, self.weight, self.epsilon)
+        return gated_rms_norm(x, gate, self.weight, self.epsilon, self.is_sigmoid)
 
 
 class LogUniform(Initializer):

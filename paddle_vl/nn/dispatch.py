@@ -99,6 +99,11 @@ class Operation(Generic[P, R]):
         return [one for one in self.kernels if one.device == device and _is_used(one)]
 
 
+def on_both(layer: Any) -> list[Kernel]:
+    """A `PyLayer` in Paddle operations as the kernel of both devices."""
+    return [Kernel("cpu", "Paddle", layer.apply), Kernel("gpu", "Paddle", layer.apply)]
+
+
 def _is_used(kernel: Kernel) -> bool:
     return kernel.source != "C" or (_has_compiled and _chosen != "uncompiled")
 

@@ -32,6 +32,7 @@ from paddle_vl.nn.attention_masks import (
     KeyMask,
     SliceMask,
 )
+from paddle_vl.nn.block_samples import BlockSamples, BlockSizes, equal_samples
 from paddle_vl.nn.delta_rule import (
     CausalConvSiLU,
     Decay,
@@ -44,6 +45,7 @@ from paddle_vl.nn.dispatch import Operation
 from paddle_vl.nn.experts import GroupSizes
 from paddle_vl.nn.key_value_cache import KeyValueCache, KeyValuePool
 from paddle_vl.nn.linear import Columns, FusedLinear, Linear, default_dtype
+from paddle_vl.nn.ngram_embedding import ngram_hash
 from paddle_vl.nn.operations import GemmaRMSNorm, RMSNorm
 
 Dtype = Literal["float32", "bfloat16"]
@@ -346,6 +348,65 @@ def _convolution(r: Rng, s: Sizes, *offsets: int) -> Inputs:
     return Inputs((u, weight, None, lambda: PackedSamples(ends, s.length)))
 
 
+def _dilated(r: Rng, s: Sizes, *offsets: int) -> Inputs:
+    """Taps three tokens apart, of two samples with tokens before, or of one row of packed ones."""
+    u, weight = normal(r, 2, s.length, s.width), normal(r, s.width, 4)
+    if not offsets:
+        return Inputs((u, weight, 3, normal(r, 2, 9, s.width)))
+    ends = np.array([0, *offsets, s.length])
+    places = np.arange(s.length) - np.repeat(ends[:-1], np.diff(ends))
+    return Inputs((u[:1], weight, 3, np.zeros([1, 9, s.width], np.float32), places[None]))
+
+
+def _ngrams(r: Rng, s: Sizes, is_packed: bool) -> Inputs:
+    """Ids of two rows, some of them the boundary, behind others or as packed samples."""
+    ids = r.integers(0, 248320, [2, s.length])
+    ids[:, 5::9] = 248044
+    constants = ngram_hash(0, 3, 8, 248320, 20_000_000, 1234)
+    if is_packed:
+        places = np.tile(np.arange(s.length) % (s.length // 3), 2)
+        return Inputs((ids, lambda: constants, 248044, None, places))
+    return Inputs((ids, lambda: constants, 248044, r.integers(0, 248320, [2, 2])))
+
+
+def _ngram_gates(r: Rng, s: Sizes) -> Inputs:
+    # Products that are not near zero, where the root is steep.
+    streams, norms = _x(r, s, 4), [normal(r, 4 * s.width, scale=0.2) for _ in range(2)]
+    return Inputs((streams, 0.5 * streams + _x(r, s, 4), *norms, 4, 1e-6))
+
+
+def _read_streams(r: Rng, s: Sizes, writes: bool) -> Inputs:
+    rank, channels, std = s.width // 8, 4 * s.width, (4 * s.width) ** -0.5
+    down, up = normal(r, channels, rank, scale=4 * std), normal(r, rank, channels, scale=4 * std)
+    inject = normal(r, channels, 4, scale=std) if writes else None
+    return Inputs((_x(r, s, 4), normal(r, channels, scale=0.2), down, up, inject, 4, 1e-6))
+
+
+def _block_samples(s: Sizes) -> BlockSamples:
+    return equal_samples(1, s.rows, BlockSizes(4, s.rows // 16))
+
+
+def _block_keys(r: Rng, s: Sizes) -> Inputs:
+    blocks, half = s.rows // 4, s.head_width // 2
+    tables: Any = normal(r, blocks, half), normal(r, blocks, half)
+    raw, weight = normal(r, blocks, 4, s.head_width), normal(r, s.head_width, scale=0.2)
+    return Inputs((raw, weight, 1e-6, RotaryTables(*tables)))
+
+
+def _chosen_blocks(r: Rng, s: Sizes) -> Inputs:
+    q, keys = normal(r, s.rows, 2, s.head_width), normal(r, s.rows // 4, s.head_width)
+    return Inputs((q, keys, lambda: _block_samples(s)))
+
+
+def _chosen(r: Rng, s: Sizes) -> Inputs:
+    """Blocks of the queries that choose: their first ones."""
+    sizes = BlockSizes(4, s.rows // 16)
+    chosen = np.tile(np.arange(sizes.chosen, dtype=np.int32), [s.rows - sizes.reach, 1])
+    q = normal(r, s.rows, s.heads, s.head_width)
+    k, v = (normal(r, s.rows, s.key_heads, s.head_width) for _ in range(2))
+    return Inputs((q, k, v, chosen, lambda: _block_samples(s)))
+
+
 def _segments(r: Rng, s: Sizes, *runs: tuple[int, int], as_runs: bool = True) -> Inputs:
     """Runs of so many segments of one length."""
     rows = sum(count * length for count, length in runs)
@@ -428,6 +489,18 @@ ROWS: dict[str, Make] = {
     "causal_conv_silu": _convolution,
     "causal_conv_silu.packed": lambda r, s: _convolution(r, s, s.length // 3, s.length),
     "gated_rms_norm": lambda r, s: Inputs((_x(r, s), _x(r, s), _weight(r, s), 1e-6)),
+    "gated_rms_norm.sigmoid": lambda r, s: Inputs((_x(r, s), _x(r, s), _weight(r, s), 1e-6, True)),
+    "stream_norm": lambda r, s: Inputs((_x(r, s, 4), normal(r, 4 * s.width, scale=0.2), 4, 1e-6)),
+    "read_streams": lambda r, s: _read_streams(r, s, writes=True),
+    "read_streams.last": lambda r, s: _read_streams(r, s, writes=False),
+    "write_streams": lambda r, s: Inputs((_x(r, s, 4), _x(r, s), normal(r, s.rows, 4))),
+    "ngram_rows": lambda r, s: _ngrams(r, s, is_packed=False),
+    "ngram_rows.packed": lambda r, s: _ngrams(r, s, is_packed=True),
+    "ngram_gates": _ngram_gates,
+    "dilated_conv_silu": _dilated,
+    "dilated_conv_silu.packed": lambda r, s: _dilated(r, s, s.length // 3, s.length - 2),
+    "block_keys": _block_keys,
+    "chosen_blocks": _chosen_blocks,
     "biased_linear": _biased_linear,
     "swiglu_mlp": _swiglu_mlp,
     "apply_rotary": _apply_rotary,
@@ -439,6 +512,8 @@ ROWS: dict[str, Make] = {
     "grouped_linear": _grouped_linear,
 }
 ATTENTION: dict[str, Make] = {
+    "chosen_attention": _chosen,
+    "block_attention": _chosen,
     "causal_attention": lambda r, s: Inputs(_batch(r, s)),
     "causal_attention.packed": _packed,
     "causal_attention.padded": _padded,
@@ -488,6 +563,7 @@ DELTA_RULE: dict[str, Make] = {
 EXAMPLES = ROWS | ATTENTION | DELTA_RULE
 # Their float32 may run in TF32 on a GPU.
 PRODUCTS = {*ATTENTION, *DELTA_RULE, "biased_linear", "grouped_linear", "swiglu_mlp"}
+PRODUCTS |= {"read_streams", "read_streams.last"}
 
 
 def examples_of(operation: Operation) -> dict[str, Make]:

@@ -11,7 +11,7 @@ order that may change from run to run. Shapes depend on R only, and on a GPU the
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import paddle
 from paddle import Tensor, nn
@@ -20,6 +20,8 @@ from paddle.nn.initializer import Normal
 
 from paddle_vl.nn.dispatch import operation
 from paddle_vl.nn.operations import swiglu
+
+Plan = TypeVar("Plan")
 
 
 class Dispatch(NamedTuple):
@@ -138,7 +140,7 @@ class RoutedRows:
                 index_R = paddle.zeros([1], dtype="int64")
         self.num_real = num_own if num_real is None else num_real
         self.index_R = index_R
-        self._plans: dict[nn.Layer, RoutingPlan] = {}
+        self._plans: dict[nn.Layer, Any] = {}
 
     def taken(self, x_TD: Tensor) -> Tensor:
         """The rows to route, `[R, D]`."""
@@ -153,12 +155,13 @@ class RoutedRows:
         zeros_TD = paddle.zeros([self.num_rows, y_RD.shape[1]], dtype=y_RD.dtype)
         return paddle.scatter(zeros_TD, self.index_R, y_RD)
 
-    def kept_plan(self, layer: nn.Layer) -> RoutingPlan | None:
+    def kept_plan(self, layer: nn.Layer) -> Any:
         """The plan of the layer's first pass while it is recomputed, else None."""
         return self._plans.get(layer) if paddle.is_grad_enabled() else None
 
-    def plan(self, layer: nn.Layer, make: Callable[[], RoutingPlan]) -> RoutingPlan:
-        """The layer's plan: `kept_plan`, or a new one, kept if recomputation may follow."""
+    def plan(self, layer: nn.Layer, make: Callable[[], Plan]) -> Plan:
+        """The layer's plan: `kept_plan`, or a new one, kept if recomputation may follow. A layer
+        may have another kind of plan than experts."""
         plan = self.kept_plan(layer)
         if plan is not None:
             del self._plans[layer]

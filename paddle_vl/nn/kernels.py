@@ -3,7 +3,8 @@
 A call of an operation takes the first kernel of its tensors' device that may be used now and fits
 the arguments; see `paddle_vl.nn.dispatch`. Where none does, the plain implementation runs: on
 other devices, for other dtypes, and with `train.kernels=plain`. Importing this module fills in the
-table.
+table. Modules of operations that few models have (`residual_streams`, `block_attention`) set the
+kernels of these themselves, so that others do without the modules.
 """
 
 from collections import Counter
@@ -15,11 +16,7 @@ from paddle_vl.nn import chunked_delta_rule as chunked
 from paddle_vl.nn.cpu import attention as blocks
 from paddle_vl.nn.cpu import compiled as c
 from paddle_vl.nn.cpu import kernels as cpu
-from paddle_vl.nn.dispatch import OPERATIONS, Kernel, Operation, chosen_kernels
-
-
-def _on_both(layer: Any) -> list[Kernel]:
-    return [Kernel("cpu", "Paddle", layer.apply), Kernel("gpu", "Paddle", layer.apply)]
+from paddle_vl.nn.dispatch import OPERATIONS, Kernel, Operation, chosen_kernels, on_both
 
 
 def _of_answers(run: Callable[..., Any], fits: Callable[..., bool]) -> Kernel:
@@ -103,7 +100,7 @@ TABLE: dict[Operation, list[Kernel]] = {
     ],
     operations.row_sum: [Kernel("cpu", "Paddle", cpu.sum_of_rows)],
     operations.column_sum: [Kernel("cpu", "Paddle", cpu.sum_of_columns)],
-    operations.times_constant: _on_both(operations.TimesConstant),
+    operations.times_constant: on_both(operations.TimesConstant),
     linear.biased_linear: [Kernel("cpu", "Paddle", cpu.BiasedLinear.apply)],
     # Parts of a decoder layer
     attention.self_attention: [_of_answers(c.self_attention, c.fits_attention)],
@@ -120,9 +117,9 @@ TABLE: dict[Operation, list[Kernel]] = {
         Kernel("cpu", "Paddle", chunked.causal_conv_silu, chunked.fits_convolution),
         Kernel("gpu", "Paddle", chunked.causal_conv_silu, chunked.fits_convolution),
     ],
-    delta_rule.gated_rms_norm: [Kernel("cpu", "C", c.gated_rms_norm, cpu.is_dense)],
+    delta_rule.gated_rms_norm: [Kernel("cpu", "C", c.gated_rms_norm, c.fits_gated_norm)],
     # Experts
-    experts.permuted_copies: _on_both(experts.PermuteRows),
+    experts.permuted_copies: on_both(experts.PermuteRows),
     experts.grouped_linear: [
         Kernel("cpu", "Paddle", cpu.grouped_linear),
         Kernel("gpu", "Paddle", gpu.grouped_linear),

@@ -148,8 +148,7 @@ class KeyValuePool(RowPool):
         self, q_BLNH: Tensor, key_BLKH: Tensor, value_BLKH: Tensor, paged: PagedKeys
     ) -> Tensor:
         """As of `KeyValueCache`: one token of each row, or several of one."""
-        for memory, new_BLKH in ((self._key, key_BLKH), (self._value, value_BLKH)):
-            paddle.scatter_(memory, paged.new, new_BLKH.reshape([-1, *memory.shape[1:]]))
+        self._append(key_BLKH, value_BLKH, paged)
         length = q_BLNH.shape[1]
         if length == 1:
             return paged_attention(q_BLNH.squeeze(1), self._key, self._value, paged).unsqueeze(1)
@@ -160,3 +159,7 @@ class KeyValuePool(RowPool):
             for memory in (self._key, self._value)
         )
         return causal_attention(q_BLNH, key_BSKH, value_BSKH)
+
+    def _append(self, key_BLKH: Tensor, value_BLKH: Tensor, paged: PagedKeys) -> None:
+        for memory, new_BLKH in ((self._key, key_BLKH), (self._value, value_BLKH)):
+            paddle.scatter_(memory, paged.new, new_BLKH.reshape([-1, *memory.shape[1:]]))

@@ -60,9 +60,12 @@ def biased_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def use_product(weight: Tensor, product: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> None:
-    """Make `linear` call `product(x, weight, bias)` for this weight. One of fleet's may add to a
-    float32 `main_grad` of the weight."""
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+def use_product(weight: Tensor, product: Product | None) -> None:
+    """Make `linear` call `product(x, weight, bias)` for this weight; None for its own product. One
+    of fleet's may add to a float32 `main_grad` of the weight."""
     weight.product = product
 
 

@@ -51,6 +51,8 @@ class ParamSpec:
             rank's own generator.
         tie: see `Tie`.
         is_expert: dim 0 is sharded over the expert-parallel (ep) group.
+        is_table: dim 0 is sharded over the ranks of a stage that have all of its parameters between
+            them, whatever else is sharded; see `paddle_vl.parallel.row_table`.
         is_encoder: of an encoder that every rank has (`schedule: colocated`); its mp group is the
             encoder's own, and so are the ranks that its gradients are summed over.
         saved: see `Saved`.
@@ -62,6 +64,7 @@ class ParamSpec:
     has_own_inputs: bool = False
     tie: Tie = Tie.NONE
     is_expert: bool = False
+    is_table: bool = False
     is_encoder: bool = False
     saved: Saved = Saved.HERE
 
@@ -83,6 +86,7 @@ class ParameterTable:
     Args:
         mp_group, ep_group: groups with `rank` and `nranks`; None for no such sharding.
         all_gather: required with a group.
+        table_group: as these, of the rows of tables.
     """
 
     def __init__(
@@ -90,11 +94,13 @@ class ParameterTable:
         mp_group: Any = None,
         ep_group: Any = None,
         all_gather: AllGather | None = None,
+        table_group: Any = None,
     ):
-        self._mp_group, self._ep_group = mp_group, ep_group
+        self._mp_group, self._ep_group, self._table_group = mp_group, ep_group, table_group
         self._all_gather = all_gather or _refuse
         # Group over which parameters of a colocated encoder are sharded; None for no sharding.
         self._encoder_group: Any = None
+        self._shards_tables = False
         # Groups of ranks that need the same rows of a parameter's file, whether mp ranks need
         # different ones or not; and the all-gather of equally many rows over a group.
         self.readers: Callable[[ParamSpec, bool], Sequence[Any]] = lambda spec, is_split: ()
@@ -106,7 +112,7 @@ class ParameterTable:
     def is_sharded(self) -> bool:
         """Whether parameters are sharded over ranks."""
         groups = (self._mp_group, self._ep_group, self._encoder_group)
-        return any(group is not None for group in groups)
+        return self._shards_tables or any(group is not None for group in groups)
 
     def shard_encoder(self, mp_group: Any, all_gather: AllGather) -> None:
         """Set the group over which parameters of a colocated encoder are sharded."""
@@ -116,6 +122,7 @@ class ParameterTable:
         """Set or replace the spec of parameters."""
         for parameter in parameters:
             self._entries[id(parameter)] = (weakref.ref(parameter), spec)
+            self._shards_tables |= spec.is_table and self._table_group is not None
 
     def add_replicated(self, parameters: Iterable[Tensor]) -> None:
         """Mark parameters without an entry as replicated, with equal gradients on all mp ranks."""
@@ -149,8 +156,8 @@ class ParameterTable:
         group = self._group_of(spec)
         if group is not None and spec.split_axis is not None:
             shape[spec.split_axis] *= group.nranks
-        if self._ep_group is not None and spec.is_expert:
-            shape[0] *= self._ep_group.nranks
+        if (owners := self._owners(spec)) is not None:
+            shape[0] *= owners.nranks
         return tuple(shape)
 
     def own_shard(self, parameter: Tensor, full: np.ndarray) -> np.ndarray:
@@ -172,9 +179,9 @@ class ParameterTable:
             widths = widths or spec.blocks or (shape[axis],)
             begins = accumulate(widths, initial=0)
             slices[axis] = [_share(*each, group) for each in zip(begins, widths, strict=False)]
-        if self._ep_group is not None and spec.is_expert:
-            assert axis != 0, "an expert is on one rank of each ep group"
-            slices[0] = [_share(0, shape[0], self._ep_group)]
+        if (owners := self._owners(spec)) is not None:
+            assert axis != 0, "an expert, or a row of a table, is on one rank of each group"
+            slices[0] = [_share(0, shape[0], owners)]
         return slices
 
     def column_slices(self, parameter: Tensor) -> list[slice]:
@@ -194,20 +201,26 @@ class ParameterTable:
             full = host_array(value)
         else:
             full = joined_shards(spec, self._all_gather(value.detach(), group))
-        if self._ep_group is None or not spec.is_expert:
+        if (owners := self._owners(spec)) is None:
             return full
-        return np.concatenate(self._all_gather(paddle.to_tensor(full), self._ep_group))
+        return np.concatenate(self._all_gather(paddle.to_tensor(full), owners))
 
     def num_shards(self, parameter: Tensor) -> tuple[int, int]:
-        """Numbers of mp ranks and of ep ranks that have different shards of the parameter."""
+        """Numbers of mp ranks that have different shards of the parameter, and of the ranks that
+        have different experts or rows of a table."""
         spec = self[parameter]
         group = None if spec.split_axis is None else self._group_of(spec)
-        ep_group = self._ep_group if spec.is_expert else None
-        return getattr(group, "nranks", 1), getattr(ep_group, "nranks", 1)
+        return getattr(group, "nranks", 1), getattr(self._owners(spec), "nranks", 1)
 
     def _group_of(self, spec: ParamSpec) -> Any:
         """The mp group over which a parameter is sharded; None without one."""
         return self._encoder_group if spec.is_encoder else self._mp_group
+
+    def _owners(self, spec: ParamSpec) -> Any:
+        """The group whose ranks have different experts, or rows of a table; None without one."""
+        if spec.is_table:
+            return self._table_group
+        return self._ep_group if spec.is_expert else None
 
 
 class Seat(NamedTuple):
@@ -215,7 +228,7 @@ class Seat(NamedTuple):
 
     Attributes:
         group: number of the ranks that have all of these between them and exchange values.
-        ep, mp, sharding, expert_sharding: coordinates, which say what shards it has.
+        ep, mp, sharding, expert_sharding, table: coordinates, which say what shards it has.
     """
 
     group: int
@@ -223,6 +236,7 @@ class Seat(NamedTuple):
     mp: int = 0
     sharding: int = 0
     expert_sharding: int = 0
+    table: int = 0
 
 
 @dataclass(frozen=True)

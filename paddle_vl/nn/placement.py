@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
+import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
 
@@ -32,7 +33,13 @@ from paddle_vl.nn.linear import (
 )
 from paddle_vl.nn.lora import LowRankSettings
 from paddle_vl.nn.operations import RowDropout
-from paddle_vl.nn.parameter_table import REPLICATED, CheckpointRanks, ParameterTable, Tie
+from paddle_vl.nn.parameter_table import (
+    REPLICATED,
+    CheckpointRanks,
+    ParameterTable,
+    ParamSpec,
+    Tie,
+)
 
 # Patches (pixels first) and grid of items (images, videos) to merged rows `[M, D]` and G levels of
 # `[M, D]`.
@@ -182,6 +189,10 @@ class RegionOps:
         """Append zero rows until the mp degree divides the number of rows."""
         return x_TD
 
+    def preceding_rows(self, x_TC: Tensor, count: int) -> Tensor:
+        """The token rows before this rank's first one, `[count, C]`; zeros before the batch."""
+        return paddle.zeros([count, x_TC.shape[1]], x_TC.dtype)
+
     def enter_rows(self, x_TD: Tensor) -> Tensor:
         """Enter a sequence-parallel region: keep this rank's rows; backward all-gathers."""
         return x_TD
@@ -288,6 +299,8 @@ class LayerFactory:
     own_random: Callable[[], AbstractContextManager[None]] = nullcontext
     # Makes `separate_projections` from the arguments of `SeparateLinears`.
     separated: Callable[..., SeparateLinears] = SeparateLinears
+    # Makes a `row_table` from its arguments; None for one with all rows.
+    make_table: Callable[[int, int, float], nn.Layer] | None = None
 
     def __init__(
         self,
@@ -397,6 +410,20 @@ class LayerFactory:
             spec = replace(self.parameter_table[parameter], is_expert=True)
             self.parameter_table.add([parameter], spec)
         return experts
+
+    def row_table(self, num_rows: int, width: int, init_std: float = 0.02) -> nn.Layer:
+        """A table `[num_rows, width]` that may be larger than the memory of a device, drawn from a
+        normal of std `init_std`.
+
+        The layer takes what its `plan` makes of the row numbers of all token rows, `[T, Y]` int64,
+        and returns the rows of this rank's token rows, `[T, Y, width]`.
+        """
+        # Few models have such a table.
+        from paddle_vl.nn.row_table import RowTable
+
+        table = (self.make_table or RowTable)(num_rows, width, init_std)
+        self.parameter_table.add(table.parameters(), ParamSpec(is_table=True))
+        return table
 
     def row_wise(self, layer: Layer) -> Layer:
         """A row-wise layer inside the sequence-parallel region, such as a norm."""

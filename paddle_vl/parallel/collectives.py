@@ -152,6 +152,20 @@ class InOrder:
         self._complete, self._num_started = set(), 0
 
 
+class AllToAll(PyLayer):
+    """Consecutive rows to each rank of the group; backward sends their gradients back."""
+
+    @staticmethod
+    def forward(ctx, x_ND, leaving, arriving, group):
+        ctx.sizes, ctx.group = (leaving, arriving), group
+        return all_to_all(x_ND, leaving, arriving, group)
+
+    @staticmethod
+    def backward(ctx, grad_RD):
+        leaving, arriving = ctx.sizes
+        return all_to_all(grad_RD, arriving, leaving, ctx.group)
+
+
 class _DivideGradient(PyLayer):
     @staticmethod
     def forward(ctx, x, ranks):

@@ -250,6 +250,20 @@ def _experts(plan: TopologyPlan) -> Problems:
         )
 
 
+def _tables(plan: TopologyPlan) -> Problems:
+    """Tables, whose rows are divided over the ranks of a stage that have all parameters."""
+    ep, sharding, mp = (plan.degrees.degree(axis) for axis in ("ep", "sharding", "mp"))
+    ranks = max(sharding * mp, ep)
+    for rows in () if plan.model is None else plan.model.table_rows:
+        if rows % ranks:
+            yield (
+                f"a table of {rows} rows (n-grams) does not divide over {ranks} ranks, "
+                f"sharding_degree {sharding} x mp_degree {mp} or ep_degree {ep}, of which each has "
+                f"equally many rows ({_division(rows, ranks)}): choose degrees whose product "
+                f"divides {rows}, and more ranks along dp"
+            )
+
+
 def _colocated(plan: TopologyPlan) -> Problems:
     """The schedule that runs the encoder on all ranks, with dp and mp of its own."""
     degrees, world = plan.degrees, plan.degrees.num_processes
@@ -310,5 +324,5 @@ def _division(value: int, by: int) -> str:
 
 _RULES = (
     *(_mesh, _micro_batches, _schedule, _tensor_parallel),
-    *(_context_parallel, _experts, _colocated),
+    *(_context_parallel, _experts, _tables, _colocated),
 )

@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import paddle
 from paddle import Tensor
-from paddle.autograd import PyLayer
 
 from paddle_vl.nn.experts import (
     Dispatch,
@@ -31,7 +30,7 @@ from paddle_vl.nn.experts import (
     reorder_rows,
     sort_by_expert,
 )
-from paddle_vl.parallel.collectives import all_gathered, all_to_all
+from paddle_vl.parallel.collectives import AllToAll, all_gathered
 
 
 def shard_experts(group, make: Callable[[int], Experts], num_experts: int) -> Experts:
@@ -149,22 +148,8 @@ class RowExchange:
         """
         leaving, arriving, sorting, sizes = plan
         order_R, place_R = sorting.order, sorting.place
-        x_RD = _AllToAll.apply(x_ND, leaving, arriving, self.group)
+        x_RD = AllToAll.apply(x_ND, leaving, arriving, self.group)
         x_RD = paddle.concat([x_RD, paddle.zeros_like(x_ND[:1])])
         y_RD = run(reorder_rows(x_RD, order_R, place_R), sizes)
         y_RD = reorder_rows(y_RD, place_R, order_R)[:-1]
-        return _AllToAll.apply(y_RD, arriving, leaving, self.group)
-
-
-class _AllToAll(PyLayer):
-    """Consecutive rows to each rank of the group; backward sends their gradients back."""
-
-    @staticmethod
-    def forward(ctx, x_ND, leaving, arriving, group):
-        ctx.sizes, ctx.group = (leaving, arriving), group
-        return all_to_all(x_ND, leaving, arriving, group)
-
-    @staticmethod
-    def backward(ctx, grad_RD):
-        leaving, arriving = ctx.sizes
-        return all_to_all(grad_RD, arriving, leaving, ctx.group)
+        return AllToAll.apply(y_RD, arriving, leaving, self.group)

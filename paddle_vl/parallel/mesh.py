@@ -11,7 +11,7 @@ Ranks with the same experts take different token rows, and sum their gradients:
 | `expert_sharding` | have the same experts, and shard their optimizer state (and what else \
 `sharding_stage` shards); a single rank without sharding, and if ep spans sharding x mp |
 | `expert_dp` | have the same experts and the same shard of them |
-| `model` | have all parameters of their stage between them |
+| `model` | have all parameters of their stage between them, and each its rows of a table |
 | `cp` | have the token rows of the same samples between them: neighbours along sharding |
 | `cp_mp` | the cp groups of the ranks of an mp group |
 """
@@ -41,7 +41,10 @@ def stage_seats(degrees: ParallelDegrees) -> list[Seat]:
     mp, sharding, ep = degrees.mp_degree, degrees.sharding_degree, degrees.ep_degree
     of_model, shards = ranks_of_model(degrees), expert_shards(degrees)
     return [
-        Seat(rank // of_model, rank % ep, rank % mp, rank // mp % sharding, rank // ep % shards)
+        Seat(
+            *(rank // of_model, rank % ep, rank % mp, rank // mp % sharding, rank // ep % shards),
+            table=rank % of_model,
+        )
         for rank in range(degrees.dp_degree * sharding * mp)
     ]
 

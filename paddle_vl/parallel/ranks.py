@@ -157,8 +157,8 @@ class FleetRanks(SingleRank):
             return self._encoder.counts_here(spec.split_axis is not None)
         if spec.tie is Tie.COPY:
             return False
-        if spec.is_expert:
-            return self.topology.expert_dp_group.rank == 0
+        if spec.is_expert or spec.is_table:
+            return self.topology.dp_group_of(spec).rank == 0
         is_first_of_its_kind = spec.split_axis is not None or self.topology.mp_rank == 0
         return self.topology.dp_rank == 0 and is_first_of_its_kind
 
@@ -171,7 +171,7 @@ class FleetRanks(SingleRank):
     def sum_gradients(self, tensors: Sequence[tuple[Tensor, ParamSpec]]) -> None:
         """All-reduce gradients, once per step, in this order: partial ones over mp, those of tied
         weights over the first and last pipeline stage, those of all parameters over dp (of experts
-        over the ranks with the same shard of them). Sharding has reduced over its own group and
+        and tables over the ranks with the same shard). Sharding has reduced over its own group and
         over dp before, and `SummedWeights` what it sums by itself. Gradients of a colocated encoder
         are summed over the encoder's own groups.
         """
@@ -188,12 +188,12 @@ class FleetRanks(SingleRank):
             all_reduce_gradients(tied, topology.ends_group)
         if topology.sharding_group.nranks > 1:
             return
-        if topology.dp_group.nranks > 1:
-            shared = [tensor for tensor, spec in tensors if not spec.is_expert]
-            all_reduce_gradients(shared, topology.dp_group)
-        experts = [tensor for tensor, spec in tensors if spec.is_expert]
-        if experts and topology.expert_dp_group.nranks > 1:
-            all_reduce_gradients(experts, topology.expert_dp_group)
+        by_group = dict[Any, list[Tensor]]({topology.dp_group: []})
+        for tensor, spec in tensors:
+            by_group.setdefault(topology.dp_group_of(spec), []).append(tensor)
+        for group, of_group in by_group.items():
+            if group.nranks > 1:
+                all_reduce_gradients(of_group, group)
 
     def _sum_encoder_gradients(
         self, tensors: Sequence[tuple[Tensor, ParamSpec]], encoder: EncoderGroups

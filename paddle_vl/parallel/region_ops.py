@@ -229,6 +229,17 @@ class FleetRegionOps(SpreadOps):
         missing = -x_TD.shape[0] % self.mp_group.nranks
         return paddle.concat([x_TD, paddle.zeros([missing, *x_TD.shape[1:]], dtype=x_TD.dtype)])
 
+    def preceding_rows(self, x_TC: Tensor, count: int) -> Tensor:
+        if not self.sequence_parallel:
+            return super().preceding_rows(x_TC, count)
+        # The last rows of all ranks; of ranks with fewer rows, all.
+        own = min(count, x_TC.shape[0])
+        tails = AllGatherOp.apply(x_TC[-own:])
+        # All ranks use them in the same way, so that all sum their gradients.
+        seen = paddle.concat([super().preceding_rows(x_TC, count), tails])
+        begin = self.mp_group.rank * own
+        return slice_axis(seen, begin, begin + count)
+
     def enter_rows(self, x_TD: Tensor) -> Tensor:
         return ScatterOp.apply(x_TD) if self.sequence_parallel else x_TD
 

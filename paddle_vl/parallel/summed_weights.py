@@ -109,7 +109,7 @@ class SummedWeights(MasterWeights):
     def _group_of(self, bucket: FlatBucket) -> Any:
         """The ranks that it is summed over here; None if others sum it before."""
         spec, topology = self._table[bucket.leaves[0]], self._topology
-        group = topology.expert_dp_group if spec.is_expert else topology.dp_group
+        group = topology.dp_group_of(spec)
         is_partial = spec.has_partial_gradient and topology.mp_group.nranks > 1
         return None if is_partial or spec.tie is not Tie.NONE or group.nranks == 1 else group
 

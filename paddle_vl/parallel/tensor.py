@@ -37,6 +37,7 @@ from paddle_vl.parallel.expert_parallel import shard_experts
 from paddle_vl.parallel.mesh import stage_seats
 from paddle_vl.parallel.random_state import split_random
 from paddle_vl.parallel.region_ops import FleetRegionOps, SpreadOps
+from paddle_vl.parallel.row_table import ShardedTable
 from paddle_vl.parallel.split_layers import (
     Column,
     FusedColumns,
@@ -65,6 +66,8 @@ class FleetPlacement(Placement):
             ranks it needs sequence parallelism.
         layers_are_collective: see `RegionOps`; always true with sharded experts.
         context: the ranks of a context-parallel group; None without.
+        table_group: group over which the rows of tables are sharded, which has the mp group;
+            default: the mp group.
 
     Raises:
         ValueError: another value of `vision`.
@@ -80,6 +83,7 @@ class FleetPlacement(Placement):
         ep_group: Any = None,
         layers_are_collective: bool = False,
         context: ContextGroup | None = None,
+        table_group: Any = None,
     ):
         if vision not in ("spread", "replicate"):
             raise ValueError(f"parallel.vision is {vision!r}; use 'spread' or 'replicate'")
@@ -94,7 +98,11 @@ class FleetPlacement(Placement):
         shard = None
         if ep_group is not None:
             layers_are_collective, shard = True, partial(shard_experts, ep_group)
-        table = ParameterTable(mp_group if shards_matrices else None, ep_group, gathered_arrays)
+        table_group = mp_group if table_group is None else table_group
+        table_group = table_group if table_group.nranks > 1 else None
+        table = ParameterTable(
+            mp_group if shards_matrices else None, ep_group, gathered_arrays, table_group
+        )
         if shards_matrices:
             ops = FleetRegionOps(
                 mp_group,
@@ -112,6 +120,9 @@ class FleetPlacement(Placement):
                 context.shards_of_slice = int(group is not None)
                 ops = SpreadOps(group, context.group, layers_are_collective, context)
             layers = LayerFactory(table, ops, stage_layers, shard)
+        if table_group is not None:
+            of_mp = mp_group if shards_matrices else None
+            layers.make_table = partial(ShardedTable, table_group, of_mp, sequence_parallel)
         super().__init__(layers, ops, stage_layers, checkpoint_ranks)
 
 

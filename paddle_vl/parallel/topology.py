@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import paddle
@@ -92,6 +93,15 @@ class Topology:
         return self.degrees.num_processes
 
     @property
+    def table_group(self) -> Group:
+        """The ranks that have the rows of a stage's tables between them."""
+        return self.saving_group or self._alone
+
+    @cached_property
+    def _alone(self) -> Group:
+        return _group_of_one(self.rank)
+
+    @property
     def dp_rank(self) -> int:
         return self.dp_group.rank
 
@@ -134,12 +144,27 @@ class Topology:
         mp_group, groups = self.mp_group, [self.dp_group, self.sharding_group]
         if spec.is_encoder and self.encoder is not None:
             mp_group, groups = self.encoder.mp_group, [self.encoder.dp_group]
+        elif spec.is_table:
+            return [group for group in [self.dp_group_of(spec)] if group.nranks > 1]
         elif spec.is_expert and self.ep_group.nranks > 1:
             # They fold over the mp ranks too.
             mp_group, groups = None, [self.expert_dp_group, self.expert_sharding_group]
         if mp_group is not None and not is_split:
             groups.append(mp_group)
         return [group for group in groups if group.nranks > 1]
+
+    def sharding_group_of(self, spec: ParamSpec) -> Group:
+        """The ranks that shard the state of a parameter, and what else `sharding_stage` shards."""
+        if spec.is_table:
+            return self._alone
+        return self.expert_sharding_group if spec.is_expert else self.sharding_group
+
+    def dp_group_of(self, spec: ParamSpec) -> Group:
+        """The ranks that have the same shard of a parameter's state."""
+        spans_dp = self.degrees.ep_degree > self.sharding_group.nranks * self.mp_group.nranks
+        if spec.is_expert or (spec.is_table and spans_dp):
+            return self.expert_dp_group
+        return self.dp_group
 
     def describe(self) -> str:
         """Coordinates on the axes of degree 2 or more, e.g. `rank 3 (dp 1, mp 1)`."""

@@ -4,22 +4,14 @@ The server has the template and sets the sizes of images, which travel as they a
 `top_k`, `repetition_penalty`, `stop_token_ids` and `chat_template_kwargs` are used.
 """
 
-import base64
 import json
-import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from http.client import HTTPException
-from io import BytesIO
-from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
-from paddle_vl.data.media_file import ImageSection, load_rgb
 from paddle_vl.families.base import EvaluationOptions
+from paddle_vl.families.vlm.answering.server import ServerClient, answer_text, asked_message
 from paddle_vl.families.vlm.evaluation.scorer import (
     Answer,
     Question,
@@ -32,8 +24,6 @@ from paddle_vl.families.vlm.evaluation.suite import Suite, open_suite, read_suit
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.generation.config import GenerationConfig
 
-_TIMEOUT_S, _MOST_WAIT_S, _SHOWN = 3600.0, 600.0, 500
-_BROKEN = (OSError, HTTPException)
 _NO_ANSWER = (ValueError, LookupError, TypeError, AttributeError)  # Of another form.
 # Settings of generation by their names in requests.
 _NAMES = {"max_new_tokens": "max_tokens", "eos_token_id": "stop_token_ids"} | {
@@ -112,7 +102,7 @@ def _answers(endpoint: "_Endpoint", questions: Iterator[Question], count: int) -
         while pending:
             yield pending.popleft().result()
     finally:
-        endpoint.is_over.set()
+        endpoint.client.is_over.set()
         threads.shutdown(cancel_futures=True)
 
 
@@ -120,66 +110,22 @@ class _Endpoint:
     """A server; `fields` are of every request."""
 
     def __init__(self, url: str, key: str | None, fields: Mapping[str, Any]):
-        self._url, self._key, self._fields = f"{url.rstrip('/')}/chat/completions", key, fields
-        self.is_over = threading.Event()
+        self._url, self._fields = f"{url.rstrip('/')}/chat/completions", fields
+        self.client = ServerClient(key)
 
     def answer(self, question: Question) -> Answer:
-        """Ask a question, later again when the server says that it has too much to do.
+        """Ask a question.
 
         Raises:
             RuntimeError: there is no answer; says to which row.
         """
-        waited = 0.0
         try:
-            messages = [*map(_message, question.prompt.messages)]
-            body = json.dumps({**self._fields, "messages": messages}).encode()
-            while True:
-                try:
-                    return answer_to(question, _text(json.loads(self._posted(body))))
-                except HTTPError as error:
-                    if error.code != 429 or waited >= _MOST_WAIT_S or self.is_over.is_set():
-                        raise
-                    seconds = 1.0  # Of a server that does not say it, or says a date.
-                    with suppress(TypeError, ValueError):
-                        seconds = min(max(float(error.headers["Retry-After"]), 0.1), _MOST_WAIT_S)
-                    waited += seconds
-                    self.is_over.wait(seconds)
-        except (*_BROKEN, *_NO_ANSWER) as error:
+            messages = [*map(asked_message, question.prompt.messages)]
+            found = self.client.post(self._url, {**self._fields, "messages": messages})
+            return answer_to(question, answer_text(json.loads(found)["choices"][0]))
+        except RuntimeError as error:
+            raise RuntimeError(f"{question.sample}: {error}") from error
+        except (OSError, *_NO_ANSWER) as error:
             told = str(error) or repr(error)
-            if isinstance(error, HTTPError):
-                told += f" {error.read(_SHOWN).decode(errors='replace')}"
-            raise RuntimeError(f"{question.sample}: no answer of {self._url}: {told}") from error
-
-    def _posted(self, body: bytes) -> bytes:
-        request = Request(self._url, body, {"Content-Type": "application/json"})
-        if self._key is not None:
-            # Not for a host that the request may be redirected to.
-            request.add_unredirected_header("Authorization", f"Bearer {self._key}")
-        with urlopen(request, timeout=_TIMEOUT_S) as answer:
-            return answer.read()
-
-
-def _text(answer: Any) -> str:
-    """The text of an answer, with the reasoning in front as a model writes it."""
-    message = answer["choices"][0]["message"]
-    content = message.get("content") or ""
-    thought = message.get("reasoning_content") or message.get("reasoning")
-    return f"{thought}</think>{content}" if thought and content else thought or content
-
-
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message of texts and images, which become data URIs."""
-    parts = []
-    for part in message["content"]:
-        if part["type"] == "image":
-            source = part["image"]
-            if isinstance(source, ImageSection):
-                section = BytesIO()
-                load_rgb(source).save(section, format="PNG")
-                source = section.getvalue()
-            data = source if isinstance(source, bytes) else Path(source).read_bytes()
-            kind = "jpeg" if data.startswith(b"\xff\xd8") else "png"  # Servers look themselves.
-            uri = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-            part = {"type": "image_url", "image_url": {"url": uri}}
-        parts.append(part)
-    return {"role": message["role"], "content": parts}
+            reason = f"{question.sample}: no answer of {self._url}: {told}"
+            raise RuntimeError(reason) from error

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -217,6 +218,7 @@ class Engine:
         # Behind the lock: what other threads change.
         self._waiting: deque[_Sequence] = deque()
         self._end: float | None = None
+        self._changes: deque[tuple[Callable[[Any], None], Future[None]]] = deque()
         # Of the model's thread.
         self._running: list[_Sequence] = []
         self._free_blocks = list(range(self._model.num_blocks))[::-1]
@@ -264,6 +266,21 @@ class Engine:
             self._changed.notify()
         return sequence.handle
 
+    def change(self, change: Callable[[Any], None]) -> None:
+        """Change the model, a `BatchedModel`, in its thread, between what began before and what
+        begins from now on; from any other thread, which waits for it.
+
+        Raises:
+            RuntimeError: the engine is closed. Else what the change raises.
+        """
+        done: Future[None] = Future()
+        with self._changed:
+            if self._end is not None:
+                raise RuntimeError("the engine is closed")
+            self._changes.append((change, done))
+            self._changed.notify()
+        done.result()
+
     def close(self, seconds: float = 0.0) -> None:
         """Take no more requests, let those that there are end within this time, and cancel the
         rest; returns when the thread has ended."""
@@ -303,14 +320,16 @@ class Engine:
         while True:
             timeout: float | None = _IDLE_S
             with self._changed:
-                while not self._waiting and not self._running and self._end is None:
+                while self._is_idle and self._end is None:
                     if not self._changed.wait(timeout):
                         release_free_memory()
                         timeout = None
                 self._leave()
                 self._join()
-                if not self._waiting and not self._running and self._end is not None:
+                if self._is_idle and self._end is not None:
                     return
+            while self._changes and not self._running:
+                self._make(*self._changes.popleft())
             begin, before = time.monotonic(), self._num_tokens
             self._prefill()
             self._advance()
@@ -318,6 +337,18 @@ class Engine:
             rate = (self._num_tokens - before) / max(time.monotonic() - begin, 1e-6)
             share = _SMOOTHING if self._tokens_per_second else 1.0
             self._tokens_per_second += share * (rate - self._tokens_per_second)
+
+    @property
+    def _is_idle(self) -> bool:
+        return not (self._waiting or self._running or self._changes)
+
+    def _make(self, change: Callable[[Any], None], done: "Future[None]") -> None:
+        try:
+            change(self._model)
+        except Exception as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
 
     def _leave(self) -> None:
         """End what is cancelled, and everything when the time of `close` is over."""
@@ -329,7 +360,7 @@ class Engine:
 
     def _join(self) -> None:
         """Give the requests that have waited longest rows and blocks, as long as there are any."""
-        while self._waiting and self._free_rows:
+        while self._waiting and self._free_rows and not self._changes:
             count = -(-self._waiting[0].most // self.settings.block_size)
             if count > len(self._free_blocks):
                 return

@@ -36,7 +36,7 @@ from paddle_vl.serving.openai_answer import (
     refusal,
 )
 from paddle_vl.serving.openai_calls import Call, ServedModel, chat_call, completion_call
-from paddle_vl.serving.openai_protocol import ApiError
+from paddle_vl.serving.openai_protocol import AdapterRequest, ApiError, WeightsRequest, parsed
 from paddle_vl.serving.page import page_response
 
 Read = Callable[[ServedModel, bytes], Call]
@@ -101,6 +101,8 @@ class OpenAIApp:
                 Route("/v1/models/{name:path}", self._models),
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
                 Route("/v1/completions", self._completion, methods=["POST"]),
+                Route("/v1/load_lora_adapter", self._load_adapter, methods=["POST"]),
+                Route("/update_weights_from_disk", self._load_weights, methods=["POST"]),
             ],
             exception_handlers=dict.fromkeys(
                 (ApiError, ClientDisconnect, HTTPException, Exception), _explained
@@ -181,21 +183,42 @@ class OpenAIApp:
     async def _completion(self, request: HttpRequest) -> Response:
         return await self._answer(request, completion_call)
 
+    async def _load_adapter(self, request: HttpRequest) -> Response:
+        return await self._load(request, AdapterRequest)
+
+    async def _load_weights(self, request: HttpRequest) -> Response:
+        return await self._load(request, WeightsRequest)
+
+    async def _load(self, request: HttpRequest, kind: Any) -> Response:
+        body = bytearray()
+        try:
+            await self._collect(request, body)
+            asked = parsed(bytes(body), kind)
+            await asyncio.to_thread(self.served.load, asked)
+        finally:
+            self._num_body_bytes -= len(body)
+        return JSONResponse({"success": True})
+
     async def _answer(self, request: HttpRequest, read: Read) -> AnswerResponse:
         body = bytearray()
         try:
-            await asyncio.wait_for(self._collect(request, body), SLOW_S)
+            await self._collect(request, body)
             loop = asyncio.get_running_loop()
             submitted = loop.run_in_executor(self._readers, _submit, self.served, read, body)
             call, handles = await submitted
-        except asyncio.TimeoutError:
-            raise ApiError(408, f"the body took more than {SLOW_S:g} s") from None
         finally:
             self._num_body_bytes -= len(body)
         deadline, begin = self.settings.deadline_s, request.scope["begin"]
         return AnswerResponse(call, handles, begin, deadline, self.metrics.observe)
 
     async def _collect(self, request: HttpRequest, body: bytearray) -> None:
+        """Read a body, in its time."""
+        try:
+            await asyncio.wait_for(self._read(request, body), SLOW_S)
+        except asyncio.TimeoutError:
+            raise ApiError(408, f"the body took more than {SLOW_S:g} s") from None
+
+    async def _read(self, request: HttpRequest, body: bytearray) -> None:
         """Read a body. What is refused is read on, since a client that still sends would see a
         broken connection and not the reason."""
         settings, size, refused = self.settings, 0, None

@@ -5,7 +5,8 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from paddle_vl.data.formats.tool_calls import read_tools
 from paddle_vl.data.jsonl import BadSampleError
@@ -13,7 +14,14 @@ from paddle_vl.generation.config import GenerationConfig
 from paddle_vl.serving.answer_parts import AnswerReader, Parts
 from paddle_vl.serving.engine import Engine, Event, Request, Sampling
 from paddle_vl.serving.grammars import Grammars, choice_rule, json_rule, regex_rule
-from paddle_vl.serving.openai_protocol import ApiError, ChatRequest, CompletionRequest, parsed
+from paddle_vl.serving.openai_protocol import (
+    AdapterRequest,
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    WeightsRequest,
+    parsed,
+)
 from paddle_vl.serving.prompts import Prompts, ServedPrompt
 
 # JSON has no -inf; vLLM writes this.
@@ -34,16 +42,20 @@ class ServedModel:
         defaults: settings of the model's files, which count for sampling if they sample.
         end_ids: tokens that end an answer.
         max_tokens: of an answer, where a chat does not say.
+        logprobs_mode: see `Sampling`.
+        weights_folder: whose folders may be loaded; None for none.
     """
 
     engine: Engine
     prompts: Prompts
     grammars: Grammars
     names: Sequence[str]
-    adapters: Sequence[str] = ()
+    adapters: list[str] = field(default_factory=list)
     defaults: GenerationConfig | None = None
     end_ids: Sequence[int] = ()
     max_tokens: int = 2048
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
+    weights_folder: Path | None = None
 
     def adapter_of(self, name: str | None) -> str | None:
         """The adapter of a request's `model`; None for the base model.
@@ -57,6 +69,36 @@ class ServedModel:
             raise ApiError(404, message, "model", "model_not_found")
         return name if name in self.adapters else None
 
+    def load(self, request: AdapterRequest | WeightsRequest) -> None:
+        """Take the weights of a folder, for what is asked from now on.
+
+        Raises:
+            ApiError: the folder may not be read, or does not fit.
+        """
+        adapter, path = None, ""
+        if isinstance(request, AdapterRequest):
+            adapter, path = request.lora_name, request.lora_path
+            if adapter in self.names or (adapter in self.adapters and not request.load_inplace):
+                reason = f"there is {adapter} already; an adapter is replaced with load_inplace"
+                raise ApiError(400, reason, "lora_name")
+        else:
+            path = request.model_path
+        allowed = self.weights_folder
+        if allowed is None:
+            raise ApiError(403, "weights are not loaded (start with --allowed-weights-path)")
+        folder = (allowed / path).resolve()
+        if not folder.is_relative_to(allowed.resolve()):
+            raise ApiError(403, "the folder is not in that of --allowed-weights-path")
+        try:
+            if adapter is None:
+                self.engine.change(lambda model: model.load_weights(folder))
+            else:
+                self.engine.change(lambda model: model.load_adapter(adapter, folder))
+        except (ValueError, RuntimeError, OSError) as error:
+            raise ApiError(400, str(error)) from error
+        if adapter is not None and adapter not in self.adapters:
+            self.adapters.append(adapter)
+
 
 @dataclass
 class Choice:
@@ -65,7 +107,7 @@ class Choice:
     Attributes:
         request: to the engine.
         parts, logprobs: what has come.
-        num_tokens: that were chosen, with the one that ends the answer.
+        ids: that were chosen, with the one that ends the answer.
         finish_reason: None while it runs.
     """
 
@@ -74,7 +116,7 @@ class Choice:
     reader: AnswerReader
     parts: Parts = field(default_factory=Parts)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
-    num_tokens: int = 0
+    ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
 
 
@@ -131,6 +173,10 @@ class Call:
             given = getattr(request, name)
             settings[name] = getattr(of_files, name, usual) if given is None else given
         settings["top_k"] = max(settings["top_k"], 0)  # -1 is 0 in vLLM.
+        if request.return_token_ids and request.stream:
+            raise ApiError(400, "return_token_ids: give it without 'stream'", "return_token_ids")
+        if max(request.suppressed, default=0) >= served.prompts.vocab:
+            raise ApiError(400, f"logit_bias: there is no token {max(request.suppressed)}")
         constraint = self._constraint(prompt)
         return [
             Sampling(
@@ -141,7 +187,9 @@ class Call:
                 frequency_penalty=request.frequency_penalty,
                 seed=None if request.seed is None else (request.seed + i) % 2**63,
                 stop_token_ids=(*served.end_ids, *request.stop_token_ids),
+                suppress_tokens=request.suppressed,
                 logprobs=request.num_logprobs,
+                logprobs_mode=served.logprobs_mode,
                 allowed=None if constraint is None else constraint.copy(),
             )
             for i in range(request.n)
@@ -187,14 +235,14 @@ class Call:
         Returns:
             The chunk of a stream; None if there is nothing to show.
         """
-        choice.num_tokens += event.token_id is not None
+        choice.ids += [] if event.token_id is None else [event.token_id]
         # A token that ends an answer is no text.
         shown = None if event.finish_reason == "stop" else event.token_id
         parts = choice.reader.push(shown, event.finish_reason is not None)
-        logprobs = []
-        if self.request.num_logprobs is not None and shown is not None:
+        logprobs, told = [], event.token_id if self.request.return_token_ids else shown
+        if self.request.num_logprobs is not None and told is not None:
             top = [self._logprob(*each) for each in event.top_logprobs]
-            logprobs = [{**self._logprob(shown, event.logprob), "top_logprobs": top}]
+            logprobs = [{**self._logprob(told, event.logprob), "top_logprobs": top}]
         reason = "stop" if choice.reader.is_stopped else event.finish_reason
         if reason == "stop" and choice.reader.has_calls:
             reason = "tool_calls"
@@ -218,9 +266,13 @@ class Call:
 
     def whole(self) -> dict[str, Any]:
         """The answer when all choices have ended."""
+        gives_ids, prompt = self.request.return_token_ids, {}
+        if gives_ids and self._is_chat:
+            prompt = {"prompt_token_ids": self.choices[0].request.input_ids.tolist()}
         choices = [
             {
                 "index": each.index,
+                **({"token_ids": each.ids} if gives_ids else {}),
                 **self._shown(each.parts),
                 "logprobs": self._shown_logprobs(each.logprobs),
                 "finish_reason": each.finish_reason,
@@ -228,12 +280,12 @@ class Call:
             for each in self.choices
         ]
         kind = "chat.completion" if self._is_chat else "text_completion"
-        return {**self._head, "object": kind, "choices": choices, "usage": self.usage}
+        return {**self._head, "object": kind, **prompt, "choices": choices, "usage": self.usage}
 
     @property
     def usage(self) -> dict[str, int]:
         """Tokens so far."""
-        asked, answered = self._num_prompt_tokens, sum(each.num_tokens for each in self.choices)
+        asked, answered = self._num_prompt_tokens, sum(len(each.ids) for each in self.choices)
         return {
             "prompt_tokens": asked,
             "completion_tokens": answered,

@@ -6,7 +6,7 @@ nothing.
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from paddle_vl.files.names import Foreign, without_foreign
@@ -68,6 +68,8 @@ class _ResponseFormat(_Fields):
     json_schema: _JsonSchema | None = None
 
 
+_NEVER = -100
+_Id = Annotated[str, Field(pattern=r"^\d{1,9}$")]
 _Text = Annotated[str, Field(min_length=1)]
 # Texts, or a single one.
 _Texts = Annotated[
@@ -83,6 +85,12 @@ class _StructuredOutputs(_Fields):
     choice: list[_Text] | None = Field(min_length=1, default=None)
 
 
+def _never(bias: dict[str, float]) -> dict[str, float]:
+    if any(value != _NEVER for value in bias.values()):
+        raise ValueError(f"there is no logit_bias but {_NEVER}, for tokens that are never chosen")
+    return bias
+
+
 class _AnyRequest(_Fields):
     model: str | None = None
     max_tokens: int | None = Field(ge=1, default=None)
@@ -95,12 +103,19 @@ class _AnyRequest(_Fields):
     frequency_penalty: float = Field(ge=-2, le=2, default=0.0)
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
+    logit_bias: Annotated[dict[_Id, float], AfterValidator(_never)] = Field(default_factory=dict)
     # vLLM's.
+    return_token_ids: bool = False
     top_k: int | None = Field(ge=-1, default=None)
     min_p: float = Field(ge=0, le=1, default=0.0)
     repetition_penalty: float | None = Field(gt=0, le=100, default=None)
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(max_length=64, default_factory=list)
     structured_outputs: _StructuredOutputs | None = None
+
+    @property
+    def suppressed(self) -> tuple[int, ...]:
+        """Tokens that are never chosen."""
+        return tuple(map(int, self.logit_bias))
 
 
 class ChatRequest(_AnyRequest):
@@ -159,7 +174,22 @@ class CompletionRequest(_AnyRequest):
         return self.logprobs
 
 
-Request = TypeVar("Request", bound=_AnyRequest)
+class AdapterRequest(_Fields):
+    """Of vLLM's `/v1/load_lora_adapter`."""
+
+    lora_name: _Text
+    lora_path: _Text
+    load_inplace: bool = False
+
+
+class WeightsRequest(_Fields):
+    """Of SGLang's `/update_weights_from_disk`."""
+
+    model_path: _Text
+    flush_cache: Literal[True] = True
+
+
+Request = TypeVar("Request", bound=_Fields)
 # They ask for nothing that changes an answer.
 _INERT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 _FORMS = Foreign("give 'response_format', or 'structured_outputs' as in vLLM")
@@ -169,7 +199,6 @@ _REFUSED = {
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice"), _FORMS),
     "best_of": Foreign("ask for 'n' answers", (1,)),
     "echo": Foreign("the prompt is not repeated"),
-    "logit_bias": Foreign("it is not supported"),
     # lmms-eval sends OpenAI's default to every model with "o1" or "o3" in its name.
     "reasoning_effort": Foreign("say it to the template, in 'chat_template_kwargs'", ("medium",)),
     "suffix": Foreign("answers continue a prompt", ("",)),

@@ -32,6 +32,7 @@ from paddle_vl.testing.qwen3_vl import (
     tiny_qwen3_vl_batch,
     tiny_qwen3_vl_config,
 )
+from paddle_vl.testing.qwen4_exp import tiny_qwen4_exp, tiny_qwen4_exp_config
 from paddle_vl.testing.tensors import copy_parameters, gather_gradients, gather_parameters
 
 __all__ = [
@@ -67,4 +68,6 @@ __all__ = [
     "tiny_qwen3_vl",
     "tiny_qwen3_vl_batch",
     "tiny_qwen3_vl_config",
+    "tiny_qwen4_exp",
+    "tiny_qwen4_exp_config",
 ]

@@ -123,6 +123,8 @@ def _joined(
         return arrays[0]
     if spec.is_expert:
         raise ValueError(f"{first.key} is sharded over an expert-parallel group, not only over mp")
+    if spec.is_table:
+        return np.concatenate(arrays)
     if spec.split_axis is not None:
         if first.block is not None:
             spec = replace(spec, blocks=fused_columns(first.parameter)[first.block].blocks)

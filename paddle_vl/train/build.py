@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -60,6 +61,7 @@ from paddle_vl.train.resume import changed_settings, check_pretrained, checkpoin
 from paddle_vl.train.rollouts import RolloutFeed
 from paddle_vl.train.run_lock import RunLock
 from paddle_vl.train.schedule import RunLength, seed_everything
+from paddle_vl.train.server_sampling import ServerSampler
 from paddle_vl.train.split_sampling import SplitSampler
 from paddle_vl.train.step import Runner
 from paddle_vl.train.trainer import Trainer
@@ -211,8 +213,10 @@ def _build(
     if family.samples_answers:
         rollouts = family.rollouts(model, built.collator)
         parallel, sample = config.parallel, partial(rollouts.sampled, model)
+        if rollouts.server is not None:
+            sample = ServerSampler(rollouts, ranks, config.trains_adapters)
         # Layers that are whole on no rank, or gathered from several at every pass.
-        if model.placement.splits_parameters or parallel.sharding_stage == 3:
+        elif model.placement.splits_parameters or parallel.sharding_stage == 3:
             sample = SplitSampler(rollouts, runner, ranks, model.placement.ops.row_part.size)
         feed = RolloutFeed(
             loader, rollouts, sample, runner,
@@ -247,6 +251,12 @@ def _build(
     else:
         # Ranks leave together, between the answers to some prompts.
         feed.received = lambda: trainer.stop.received
+        if isinstance(sample, ServerSampler):
+            save = partial(
+                trainer.writer.save_final, fill=trainer.save_model, streamed=trainer.save_streamed
+            )
+            sample.write = lambda folder, step: save(step, folder=folder)
+            feed.before_generation = sample.hand_over
     if isinstance(engine.own_runner, ColocatedRunner):
         engine.own_runner.upcoming = trainer.feed.upcoming
     if checkpoint is not None:
@@ -394,17 +404,18 @@ def needed_memory(
     config: RunConfig, topology: Topology, model: Any, copies: int = 0
 ) -> NeededMemory:
     """What a rank needs for its parameters of a model, see `NeededMemory.of`."""
-    parameters, table = model.parameters(), model.placement.parameter_table
+    of_encoder, by_group = [], defaultdict[Any, list[Any]](list)
+    for parameter, spec in model.placement.parameter_table.with_specs(model.parameters()):
+        group = topology.sharding_group_of(spec)
+        (of_encoder if spec.is_encoder else by_group[group]).append(parameter)
     needed = partial(NeededMemory.of, parallel=config.parallel, copies=copies)
+    total = needed(by_group.pop(topology.sharding_group, []))
+    # Of experts that are not sharded like the rest, and of tables.
+    for group, parameters in by_group.items():
+        total += needed(parameters, shards=group.nranks)
     if topology.encoder is None:
-        # Without expert parallelism experts are sharded like the rest.
-        experts = [p for p in parameters if table[p].is_expert]
-        dense = [p for p in parameters if not table[p].is_expert]
-        return needed(dense) + needed(experts, shards=topology.expert_sharding_group.nranks)
-    of_encoder = [p for p in parameters if table[p].is_encoder]
-    of_language = [p for p in parameters if not table[p].is_encoder]
-    lanes = topology.encoder.grid.encoder_dp
-    return needed(of_language) + needed(of_encoder, encoder_lanes=lanes)
+        return total
+    return total + needed(of_encoder, encoder_lanes=topology.encoder.grid.encoder_dp)
 
 
 def _length(config: RunConfig, loader: PrefetchLoader, updates_per_batch: float) -> RunLength:

@@ -11,6 +11,7 @@ from paddle_vl.config.load import raise_problems
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.nn.master_weights import MasterWeights, ParameterStore
 from paddle_vl.nn.objective import BatchAdapter, Loss
+from paddle_vl.nn.parameter_table import ParamSpec
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement, StageLayers
 from paddle_vl.parallel.collectives import gathered_rows
 from paddle_vl.parallel.colocated.encoder import ItemEncoder
@@ -95,7 +96,8 @@ class Layout:
                 topology.degrees.cp_attention == "ulysses",
                 hidden["cp_gather_overlap"].is_on,
             )
-        if topology.mp_group.nranks == topology.ep_group.nranks == topology.degrees.cp_degree == 1:
+        groups = (topology.mp_group, topology.ep_group, topology.table_group)
+        if {group.nranks for group in groups} == {topology.degrees.cp_degree} == {1}:
             placement = SingleDevicePlacement(stage_layers, ranks, shards_layers)
         else:
             placement = FleetPlacement(
@@ -107,6 +109,7 @@ class Layout:
                 topology.ep_group,
                 shards_layers,
                 context,
+                topology.table_group,
             )
         if topology.encoder is not None:
             add_encoder(placement, topology.encoder)
@@ -161,12 +164,13 @@ class Layout:
             parallel.reshard_after_forward, parallel.reduce_dtype, parallel.reduce_once_per_step
         )
         chains = [model.vision_blocks, model.decoder_layers]
-        table, of_experts = model.placement.parameter_table, self.topology.expert_sharding_group
-        dp_groups = {of_experts: self.topology.expert_dp_group, group: self.topology.dp_group}
+        table, topology = model.placement.parameter_table, self.topology
+        kinds = (ParamSpec(is_table=True), ParamSpec(is_expert=True), ParamSpec())
+        dp_groups = {topology.sharding_group_of(kind): topology.dp_group_of(kind) for kind in kinds}
         dp_groups = {shards: copies for shards, copies in dp_groups.items() if copies.nranks > 1}
 
         def group_of(parameter: Tensor) -> Any:
-            return of_experts if table[parameter].is_expert else group
+            return topology.sharding_group_of(table[parameter])
 
         return Sharding(
             parameters, group, stage, chains, model.tables, options, group_of, dp_groups

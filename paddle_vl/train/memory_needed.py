@@ -50,7 +50,8 @@ class NeededMemory:
                 over which `encoder.sharding_stage` 1 shards the optimizer state.
             copies: of the trained values in float32, sharded like the optimizer state: the average
                 of train.ema, the values of a reference.
-            shards: for experts: ranks that shard the same ones; default: the sharding degree.
+            shards: ranks that shard each, of experts and tables other ones than of the rest;
+                default: the sharding degree.
         """
         ranks, stage = parallel.sharding_degree, parallel.sharding_stage
         # Gradients of fleet's sharding are float32, and so are sums that one rank has all of.

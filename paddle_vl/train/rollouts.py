@@ -95,6 +95,8 @@ class RolloutFeed:
         self.steps_fed = 0
         # Returns the stop signal that this rank has received.
         self.received: Callable[[], int | None] = lambda: None
+        # Called with the number of the steps before a generation.
+        self.before_generation: Callable[[int], None] = lambda steps: None
         self._counts = dict.fromkeys(_COUNTS, 0)
         # Numbers of each generation, and seconds and tokens of sampling, since the last report.
         self._metrics: list[dict[str, float]] = []
@@ -146,6 +148,7 @@ class RolloutFeed:
         """Sample a generation; the seconds that it waited for prompts."""
         settings, rollouts = self._rollouts.settings, self._rollouts
         begin, before, waited = time.perf_counter(), memory_now(), 0.0
+        self.before_generation(self.steps_fed)
         everyone, kept = list[Any](), list[Any]()
         for _ in range(1 + (settings.max_resample_times if settings.dynamic_sample else 0)):
             groups, wait_s, memory = self._round()

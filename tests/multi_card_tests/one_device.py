@@ -314,6 +314,7 @@ _qwen3_5 = Family(
     _mixed_of(written.MODEL_3_5), EVALUATED,
     tolerance=(1e-6, 1e-12), arrays=assert_near,
 )  # fmt: skip
+_qwen4 = replace(_qwen3_5, write=_mixed_of(written.QWEN4))
 _ocr = Family(_mixed_of(written.MODEL_OCR), EVALUATED, micro_batches=4)
 # Rewards are differences of sums of some tens of nats, which float32 rounds to 4e-6.
 _pairs = Family(
@@ -370,6 +371,19 @@ FAMILIES: dict[str, Family] = {
     "packed, more heads": replace(_packed, write=_mixed_of(written.HEADS)),
     "qwen3.5": _qwen3_5,
     "qwen3.5 experts": replace(_qwen3_5, write=_mixed_of(written.EXPERTS_3_5)),
+    "qwen4-exp": _qwen4,
+    "qwen4-exp, lora": replace(
+        _qwen4, write=written.qwen4_base,
+        # Equal lengths, since moments of factors are small sums of large terms.
+        settings=(
+            *(*EVALUATED, *BASE, "data.pad_to_multiple_of=64"),
+            "model.lora={r: 2, target_modules: ['model.language_model.*_proj*']}",
+        ),
+        checks=(every_factor_was_trained,),
+    ),
+    "qwen4-exp, frozen tables": replace(
+        _qwen4, settings=(*EVALUATED, "model.freeze=['*.ngram_embedding.*']")
+    ),
     "paddleocr-vl": _ocr,
     "paddleocr-vl, tied": replace(
         _ocr, write=written.document_base, settings=(*EVALUATED, *BASE),
@@ -570,6 +584,30 @@ CONVERSATIONS = [
         mp2_pp2=(4, *MP2, *PP, BY_COST), sharding2_mp2_stage_3=(4, *MP2, *SHARDING, STAGE_3),
     ),
     *_rows("qwen3.5 experts", ITSELF, dp2_ep2_mp2=(4, *DP2, EP2, *MP2)),
+    # Tables of n-grams over mp ranks, sharding ranks and both; streams between stages.
+    *_rows("qwen4-exp", ITSELF, False, mp2=(2, *MP2, FULL)),
+    *_rows("qwen4-exp", "", False, pp2=(2, *PP), sharding2_stage_3=(2, *SHARDING, STAGE_3)),
+    *_rows(
+        "qwen4-exp", ITSELF,
+        mp2_alone=(2, *MP2[:1]), dp2=(2, *DP2),
+        sharding2=(2, *SHARDING), sharding2_stage_2=(2, *SHARDING, STAGE_2, FULL),
+        mp2_pp2=(4, *MP2, *PP, BY_COST), mp2_sharding2=(4, *MP2, *SHARDING, *OVERLAPS),
+        mp2_sharding2_stage_3=(4, *MP2, *SHARDING, STAGE_3, FULL),
+        mp2_ep2=(2, *MP2, EP2), dp2_ep2_mp2=(4, *DP2, EP2, *MP2), dp2_ep2=(2, *DP2, EP2),
+        sharding2_ep2_pp2=(4, *SHARDING, EP2, *PP, FULL),
+        pp2_dp2_encoder_mp2=(4, *PP, *DP2, COLOCATED, ENCODER_2),
+        pp2_sharding2_colocated=(4, *PP, *SHARDING, COLOCATED, STATE),
+    ),
+    Row("qwen4-exp", 4, "sharding4", [SHARDING_4, STAGE_3], [*MP2, *SHARDING]),
+    *_rows("qwen4-exp", ONE_DEVICE, mp2_sharding2_stage_2=(4, *MP2, *SHARDING, STAGE_2)),
+    *_rows(
+        "qwen4-exp, lora", ITSELF,
+        mp2=(2, *MP2), pp2=(2, *PP), sharding2_stage_3=(2, *SHARDING, STAGE_3),
+    ),
+    *_rows(
+        "qwen4-exp, frozen tables",
+        mp2=(2, *MP2), sharding2=(2, *SHARDING), sharding2_stage_3=(2, *SHARDING, STAGE_3),
+    ),
     *_rows("paddleocr-vl", ITSELF, False, mp2=(2, *MP2)),
     *_rows(
         "paddleocr-vl", ITSELF,

@@ -50,6 +50,16 @@ MODEL_3_5, MODEL_OCR = tiny_run.MODEL_3_5, tiny_run.MODEL_OCR
 EXPERTS_3_5 = changed(MODEL_3_5, shared_expert_intermediate_size=16, **_FEW)
 EXPERTS_3_5["model_type"] = "qwen3_5_moe"
 del EXPERTS_3_5["text_config"]["intermediate_size"]
+# N-grams on both stages of a pipeline; more than 11 tokens choose blocks of keys.
+QWEN4 = changed(
+    {key: value for key, value in EXPERTS_3_5.items() if key != "model_type"},
+    output_gate_type="sigmoid", hc_count=3, hc_lowrank=4,
+    indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8,
+    indexer_budget=8, indexer_compress_ratio=4,
+    ple_layer_ids=[1, 4], ple_embed_dim=24, heads_per_ngram=2, ple_conv_kernel_size=3,
+    ngram_vocab_size_base=20, make_ngram_vocab_size_divisible_by=16, split_ngram_parts=3,
+    eos_token_id=5,
+) | {"model_type": "qwen4_exp"}  # fmt: skip
 TOWER = ".vision_tower."
 
 
@@ -80,6 +90,10 @@ def _with_base(run_file: Path, model: dict[str, Any]) -> Path:
 def untied(folder: Path) -> Path:
     run_file = tiny_run.write_tiny_run(folder, num_samples=16)
     return _with_base(run_file, TINY | {"tie_word_embeddings": False})
+
+
+def qwen4_base(folder: Path) -> Path:
+    return _with_base(write_mixed_run(folder, 24, QWEN4), QWEN4)
 
 
 def document_base(folder: Path) -> Path:

@@ -12,6 +12,7 @@ import make_demonstrations
 from learn_digit_preferences import write_pairs
 from learn_documents import OPTIONS, write_processor
 from make_digits_corpus import make_digits_corpus
+from make_digits_dataset import write_prompts
 from make_documents_dataset import TASKS, make_documents_dataset
 from paddle_vl.cli.main import main
 from tests.support.pi07_golden import character_tokenizer
@@ -21,6 +22,11 @@ PAGES = "runs/documents"
 VIDEOS = Path(__file__).parents[1] / "data" / "lerobot" / "v21_video" / "videos"
 # Of a file; three steps take 180.
 _ROWS = 320
+# Answers of models that have learned three steps differ by it.
+_REWARD = """\
+def letters(completions, **_):
+    return [float(sum(map(str.isalnum, each[0]["content"]))) for each in completions]
+"""
 _SUITE = """\
 name: Digits
 path: runs/asked.jsonl
@@ -46,6 +52,7 @@ def write_data(folder: Path) -> None:
     the docs name."""
     whole = folder / "whole"
     make_digits_corpus(whole)
+    write_prompts(whole / "digits")
     for made, name, images in ((whole / "digits", DATA, "images"), (whole, CORPUS, "digits")):
         (folder / name).mkdir(parents=True)
         for entry in (images, "processor"):
@@ -80,6 +87,7 @@ def write_data(folder: Path) -> None:
         for row in rows_of(folder / CORPUS / "held_out_answers.jsonl")
     ]
     write_rows(folder / "runs/asked.jsonl", asked)
+    (folder / "runs/letters.py").write_text(_REWARD)
     (folder / "runs/suite.yaml").write_text(_SUITE)
     (folder / "runs/suite_of_pages.yaml").write_text(_SUITE_OF_PAGES)
 
@@ -125,6 +133,11 @@ def _write_pages(folder: Path) -> None:
     ]
     write_rows(data / "asked.jsonl", asked)
     pairs = rows_of(data / "text_train.jsonl")
+    prompts = [
+        {**row, "messages": row["messages"][:1], "solution": row["messages"][1]["content"]}
+        for row in pairs
+    ]
+    write_rows(data / "prompts.jsonl", prompts)
     for row, other in zip(pairs, pairs[1:] + pairs[:1], strict=True):
         row["rejected_response"] = other["messages"][1]["content"]
     write_rows(data / "pairs.jsonl", pairs)

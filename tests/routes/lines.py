@@ -3,7 +3,7 @@ capability, on models that the runs of `table` trained on one device."""
 
 from typing import NamedTuple
 
-from tests.routes.table import MOE, OCR, PLANNER, POLICY, QWEN3_5, VL
+from tests.routes.table import MOE, OCR, PLANNER, POLICY, QWEN3_5, QWEN4_EXP, VL
 
 _EACH = ((VL, "packed"), (MOE, "moe"), (QWEN3_5, "3.5"))
 # A model that has hardly learned says nothing unless its tokens are drawn.
@@ -114,6 +114,7 @@ LINES = [
     *_checks(VL, "packed", "vllm", "sglang", "fastdeploy", "transformers"),
     *_checks(MOE, "moe", "vllm", "sglang", "fastdeploy", "transformers"),
     *_checks(QWEN3_5, "3.5", "vllm", "sglang", "transformers"),
+    *_checks(QWEN4_EXP, "4", "sglang", "transformers"),
     *_checks(OCR, "ocr", "paddlex", "vllm", "fastdeploy", "transformers"),
     Line(VL, "adapters for vllm", "check-folder {adapters} --for vllm", "fits"),
     _shown(VL, "conversations", "packed"),
@@ -160,6 +161,8 @@ HEAVY_LINES = [
             *((POLICY, "arm"), (PLANNER, "planner")),
         )
     ),
+    *_evaluations(QWEN4_EXP, "4"),
+    Line(QWEN4_EXP, "an image", f"generate {{4}} {_ASK}", _WORD),
     Line("all", "this machine", "doctor --quick"),
 ]
 _ONE, _ACTIONS = "the answer of generate", "actions of the policy"
@@ -189,7 +192,11 @@ ANSWERS = {
     ],
 }
 HEAVY_ANSWERS = {
-    "adapted": [Answers("merge", OCR, "the answer of adapters", "ocr lora")],
+    "chats": [Answers(command, QWEN4_EXP, _ONE, "4") for command in ("chat", "serve")],
+    "adapted": [
+        Answers("merge", OCR, "the answer of adapters", "ocr lora"),
+        Answers("merge", QWEN4_EXP, "the answer of adapters", "4 lora"),
+    ],
     "exported": [
         Answers("export", MOE, _ONE, "moe"),
         Answers("export", OCR, _ONE, "ocr"),

@@ -127,6 +127,12 @@ _KTO = (
     *(*_PREFERENCE, *_PADDED, "preference.loss_type=[kto]"),
     *_named(data__train="[pairs/rated.jsonl]", data__eval="[]"),
 )
+# The third step learns a generation that the checkpoint of the second has.
+_GRPO = (
+    *("grpo.rewards=[runs/letters.py:letters]", "grpo.num_generations=2", "grpo.beta=0.04"),
+    *("grpo.max_completion_length=6", "grpo.num_iterations=3", "train.learning_rate=1e-2"),
+    *_named(data__eval="[]", train__eval="null"),
+)
 # A share of the run warms up, which is counted in tokens.
 _TOKENS = _named(train__max_steps="null", train__max_tokens=5000, train__warmup_steps=0)
 _TOKEN_FILES = (
@@ -211,18 +217,28 @@ _RATED_PAGES = (
     *(*_PREFERENCE, *_PADDED, "preference.loss_type=[kto]"),
     *("data.train=[runs/documents/data/rated.jsonl]", *_UNASKED),
 )
+_GRPO_PAGES = (
+    *("train.objective=grpo", *_PADDED, *_GRPO, _ALL_SAVED),
+    "data.train=[runs/documents/data/prompts.jsonl]",
+)
 _MERGERS = _lora(modules_to_save="[mergers]")
 _DORA = _lora(use_dora="true")
+_FROZEN_TABLES = ("model.freeze=['*ngram_embedding.weight']",)
 VL, MOE = "Qwen3-VL", "Qwen3-VL with experts"
 QWEN3_5, QWEN3_5_MOE = "Qwen3.5", "Qwen3.5 with experts"
+# The root in the gates of n-grams amplifies the rounding of a sum in another order.
+_NO_NGRAMS = ("model.config.text_config.ple_layer_ids=[]",)
+QWEN4_EXP = "Qwen4-Exp"
 OCR = "PaddleOCR-VL"
 POLICY, PLANNER = "pi07 policy", "pi07 planner"
 _DIGITS, _DIGITS_3_5 = "quickstart/digits.yaml", "quickstart/digits_qwen3_5.yaml"
+_DIGITS_4 = "quickstart/digits_qwen4_exp.yaml"
 _MIX, _ANSWERS = "quickstart/digits_pretraining.yaml", "quickstart/digits_answers.yaml"
-_DOCUMENTS = "quickstart/documents.yaml"
+_DOCUMENTS, _PROMPTS = "quickstart/documents.yaml", "quickstart/digits_grpo.yaml"
 _ARM, _PLANS, _EIGHT = "pi07/tiny_cpu.yaml", "pi07/planner_cpu.yaml", "pi07/one_node_8_gpus.yaml"
 _ANSWERING = "answers while training, best, average, freezing by step, rates"
 _ACTING = "errors of actions, best, average, freezing by step, rates"
+_REWARDED = "learning from rewards"
 _PAIRS, _RATED, _MIXED = "preference of packed pairs", "preference of rated answers", "pretraining"
 RUNS = {
     "packed": Run(VL, "packed", _DIGITS),
@@ -238,6 +254,10 @@ RUNS = {
     "dpo": Run(VL, _PAIRS, _DIGITS, (*_from("packed"), *_DPO)),
     "dpo lora": Run(VL, f"{_PAIRS}, LoRA", _DIGITS, (*_from("packed"), *_DPO, *_MERGERS)),
     "kto": Run(VL, _RATED, _DIGITS, (*_from("packed"), *_KTO), 8),
+    "grpo": Run(VL, _REWARDED, _PROMPTS, (*_GRPO, "model.pretrained={packed}/final")),
+    "grpo lora": Run(
+        VL, f"{_REWARDED}, LoRA", _PROMPTS, (*_GRPO, "model.pretrained={packed}/final", *_lora())
+    ),
     "mix": Run(VL, _MIXED, _MIX, _TOKENS),
     "tokens": Run(VL, "pretraining on token files", _MIX, _TOKEN_FILES),
     "text": Run(VL, "pretraining on text alone", _MIX, _TEXT_ALONE),
@@ -249,6 +269,7 @@ RUNS = {
     "moe dora": Run(MOE, "DoRA", _DIGITS, (*_from("moe"), *_DORA)),
     "moe dpo": Run(MOE, _PAIRS, _DIGITS, (*_from("moe"), *_DPO)),
     "moe kto": Run(MOE, _RATED, _DIGITS, (*_from("moe"), *_KTO), 8),
+    "moe grpo": Run(MOE, _REWARDED, _PROMPTS, (*_GRPO, "model.pretrained={moe}/final")),
     "moe mix": Run(MOE, _MIXED, _MIX, (*_EXPERTS, *_TOKENS)),
     "3.5": Run(QWEN3_5, "packed", _DIGITS_3_5),
     "3.5 padded": Run(QWEN3_5, "padded", _DIGITS_3_5, _PADDED, 8),
@@ -258,8 +279,18 @@ RUNS = {
     "3.5 dora": Run(QWEN3_5, "DoRA", _DIGITS_3_5, (*_from("3.5"), *_DORA)),
     "3.5 dpo": Run(QWEN3_5, _PAIRS, _DIGITS_3_5, (*_from("3.5"), *_DPO)),
     "3.5 kto": Run(QWEN3_5, _RATED, _DIGITS_3_5, (*_from("3.5"), *_KTO), 8),
+    "3.5 grpo": Run(QWEN3_5, _REWARDED, _PROMPTS, (*_GRPO, "model.pretrained={3.5}/final")),
     "3.5 mix": Run(QWEN3_5, _MIXED, _DIGITS_3_5, (*_CORPUS, _ITS_PROCESSOR)),
     "3.5 moe": Run(QWEN3_5_MOE, "packed", _DIGITS_3_5, _EXPERTS_OF_QWEN3_5),
+    "4": Run(QWEN4_EXP, "packed", _DIGITS_4),
+    "4 plain": Run(QWEN4_EXP, "no n-grams", _DIGITS_4, _NO_NGRAMS),
+    "4 frozen": Run(QWEN4_EXP, "frozen tables", _DIGITS_4, _FROZEN_TABLES),
+    "4 watched": Run(QWEN4_EXP, _ANSWERING, _DIGITS_4, _ANSWERED),
+    "4 lora": Run(QWEN4_EXP, "LoRA", _DIGITS_4, (*_from("4"), *_MERGERS)),
+    "4 dora": Run(QWEN4_EXP, "DoRA", _DIGITS_4, (*_from("4"), *_DORA)),
+    "4 dpo": Run(QWEN4_EXP, _PAIRS, _DIGITS_4, (*_from("4"), *_DPO)),
+    "4 kto": Run(QWEN4_EXP, _RATED, _DIGITS_4, (*_from("4"), *_KTO), 8),
+    "4 mix": Run(QWEN4_EXP, _MIXED, _DIGITS_4, (*_CORPUS, _ITS_PROCESSOR)),
     "ocr": Run(OCR, "packed, tied head", _DOCUMENTS, (*_PAGES, *_TIED)),
     "ocr padded": Run(OCR, "padded", _DOCUMENTS, (*_PAGES, *_PADDED), 8),
     "ocr guarded": Run(OCR, f"{_ANSWERING}, guard", _DOCUMENTS, _GUARDED),
@@ -267,6 +298,7 @@ RUNS = {
     "ocr dora": Run(OCR, "DoRA", _DOCUMENTS, (*_from("ocr"), *_PAGES, *_DORA)),
     "ocr dpo": Run(OCR, _PAIRS, _DOCUMENTS, (*_from("ocr"), *_PAIRS_OF_PAGES)),
     "ocr kto": Run(OCR, _RATED, _DOCUMENTS, (*_from("ocr"), *_RATED_PAGES), 8),
+    "ocr grpo": Run(OCR, _REWARDED, _DOCUMENTS, (*_from("ocr"), *_GRPO_PAGES)),
     "ocr mix": Run(OCR, _MIXED, _DOCUMENTS, (*_CORPUS, "train.eval=null", _ALL_SAVED)),
     "arm": Run(POLICY, "demonstrations", _ARM),
     "arm watched": Run(POLICY, _ACTING, _ARM, (*_ACTED, "data.image_transforms=openpi")),
@@ -337,6 +369,7 @@ CONVERSATIONS = [
     *_rows("dpo", "colocated pp2"),
     *_rows("dpo lora", "mp2 SP"),
     *_rows("kto", "mp2 SP", "pp2"),
+    *_rows("grpo", "dp2 -> mp2 SP", "pp2 -> pp2"),
     *_rows("mix", "dp2 -> mp2 SP", "pp2", "sharding2 stage 2 -> cp2 gather", "cp2 ulysses"),
     *_rows("mix", "colocated pp2"),
     *_rows("tokens", "dp2"),
@@ -353,6 +386,7 @@ FAMILIES = [
     *_rows("moe dora", "ep2 mp2 SP"),
     *_rows("moe dpo", "ep2 mp2 SP"),
     *_rows("moe kto", "pp2"),
+    *_rows("moe grpo", "ep2"),
     *_rows("moe mix", "ep2"),
     *_rows("3.5", "dp2 -> mp2 SP", "mp2 SP -> pp2", "pp2", "sharding2", "sharding2 stage 2"),
     *_rows("3.5", "sharding2 stage 3 -> sharding2 stage 3", "colocated pp2"),
@@ -363,8 +397,10 @@ FAMILIES = [
     *_rows("3.5 dora", "pp2"),
     *_rows("3.5 dpo", "mp2 SP", "pp2"),
     *_rows("3.5 kto", "mp2 SP"),
+    *_rows("3.5 grpo", "mp2 SP"),
     *_rows("3.5 mix", "dp2"),
     *_rows("3.5 moe", "ep2", "ep2 mp2 SP"),
+    *_rows("4", "1 rank -> 1 rank", "sharding2 -> dp2"),
     *_rows("ocr", "1 rank -> 1 rank", "mp2 SP -> pp2"),
 ]
 POLICIES = [
@@ -388,6 +424,22 @@ HEAVY = [
     *_rows("packed", "mp2 SP pp2", "sharding2 stage 3 mp2 SP", "sharding2 pp2"),
     *_rows("packed", "dp2 sharding2 stage 2", "cp2 gather mp2 SP", "cp2 ulysses mp2 SP"),
     *_rows("packed", "cp2 gather pp2", "cp2 ulysses pp2", "colocated dp2 pp2"),
+    *_rows("4", "dp2", "sharding2 stage 2", "sharding2 stage 3", "ep2", "pp2"),
+    *_rows("4 plain", "mp2", "mp2 SP", "mp2 SP pp2"),
+    *_rows("4 frozen", "dp2"),
+    *_rows("4 watched", "1 rank -> 1 rank"),
+    *_rows("4 lora", "dp2"),
+    *_rows("4 dora", "dp2"),
+    *_rows("4 dpo", "dp2"),
+    *_rows("4 kto", "1 rank -> 1 rank"),
+    # The root in the gates of n-grams amplifies the rounding of a sum in another order.
+    *_rows("4 mix", "1 rank -> 1 rank"),
+    *_rows("grpo", "1 rank -> 1 rank", "mp2", "sharding2 -> dp2", "sharding2 stage 2 -> 1 rank"),
+    *_rows("grpo", "sharding2 stage 3 -> pp2", "cp2 gather", "cp2 ulysses", "dp2 mp2 SP"),
+    *_rows("grpo lora", "mp2 SP", "pp2"),
+    *_rows("moe grpo", "ep2 mp2 SP", "pp2"),
+    *_rows("3.5 grpo", "dp2 -> pp2", "sharding2 stage 3"),
+    *_rows("ocr grpo", "dp2 -> mp2 SP", "pp2", "sharding2 stage 2"),
     *_rows("ocr", "dp2", "pp2", "sharding2", "sharding2 stage 2"),
     *_rows("ocr", "sharding2 stage 3 -> sharding2 stage 3", "cp2 gather", "cp2 ulysses stage 3"),
     *_rows("ocr", "colocated pp2, tower mp2 -> colocated pp2"),

@@ -1,4 +1,5 @@
-"""Training of Qwen3-VL with experts, Qwen3.5, PaddleOCR-VL, as in test_conversation_routes.py."""
+"""Training of Qwen3-VL with experts, Qwen3.5, Qwen4-Exp and PaddleOCR-VL, as in
+test_conversation_routes.py."""
 
 import pytest
 

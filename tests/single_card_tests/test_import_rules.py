@@ -149,6 +149,7 @@ SHARED = {
     "policy": set(),
     "paddleocr_vl": {"vlm"},
     "qwen3_5": {"vlm"},
+    "qwen4_exp": {"vlm"},
     "qwen3_vl": {"vlm"},
     "pi07": {"policy"},
     "serving": {"policy", "vlm"},

@@ -12,7 +12,7 @@ from tests.support import forked
 from tests.support.forked import ROOT
 from tests.support.tiny import GOLDEN
 
-FAMILIES = ["qwen_vl", "qwen3_5", "pi07", "preference"]
+FAMILIES = ["qwen_vl", "qwen3_5", "qwen4_exp", "pi07", "preference"]
 TOOL = str(ROOT / "tools" / "check_parity.py")
 
 

@@ -47,7 +47,7 @@ def write_sampled_run(folder: Path, model: dict[str, Any] = MODEL) -> Path:
         for row in rows
     ]  # fmt: skip
     write_records(run_file.with_name("train.jsonl"), prompts)
-    write_records(run_file.with_name("test.jsonl"), prompts[-3:])
+    write_records(run_file.with_name("test.jsonl"), [row | {"task": "red"} for row in prompts[-3:]])
     run_file.with_name("my_rewards.py").write_text(REWARDS, encoding="utf-8")
     config = yaml.safe_load(run_file.read_text(encoding="utf-8"))
     config["grpo"] = {"rewards": [f"{run_file.with_name('my_rewards.py')}:letters"]}

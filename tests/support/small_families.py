@@ -22,7 +22,7 @@ from paddle_vl.checkpoint.safetensors_io import read_header
 from paddle_vl.config.schema import LoRAConfig
 from paddle_vl.families.pi07.checkpoint_map import engine_keys
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
-from paddle_vl.families.qwen3_5.config import FULL, LINEAR
+from paddle_vl.families.vlm.modeling.delta_config import FULL, LINEAR
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.placement import Placement
 from paddle_vl.testing import tiny_qwen3_5_config

@@ -22,6 +22,7 @@ _FILES = {
     "generation": ("meta.json", "tensors.safetensors"),
     "trajectory": ("traj.json", ""),
     "processor": ("processor.json", "processor.safetensors"),
+    "hash": ("hash.json", "hash.safetensors"),
 }
 _NOT_GIVEN = {"in.position_ids", "in.mm_token_type_ids", "in.cu_seqlens"}
 _PER_CAMERA = {
@@ -53,7 +54,7 @@ class QwenCase(Case):
 
     @cached_property
     def tensors(self) -> dict[str, np.ndarray]:
-        return load_file(self.file.with_name(_FILES[self.kind][1]))
+        return load_file(self.file.with_name(_FILES.get(self.kind, _FILES["forward"])[1]))
 
     @cached_property
     def gradients(self) -> dict[str, np.ndarray]:
@@ -187,6 +188,20 @@ class Qwen35Folders(QwenFolders):
         is_generated = "generated" in json.loads(file.read_text(encoding="utf-8"))
         kind = "generation" if is_generated else "forward"
         return QwenCase(file.parent.name, kind, file, self)
+
+
+class Qwen4Folders(Qwen35Folders):
+    """Cases of Qwen4-Exp: also prompts in pieces, constants of hashes, and model files."""
+
+    def _case(self, file: Path) -> QwenCase | None:
+        if file.name == "hash.json":
+            return QwenCase(file.parent.name, "hash", file, self)
+        if file.name == "config.json" and file.parent.parent.name == "models":
+            return QwenCase(f"files[{file.parent.name}]", "files", file, self)
+        case = super()._case(file)
+        if case is not None and "splits" in case.meta:
+            return QwenCase(case.name, "pieces", file, self)
+        return case
 
 
 class PaddleOCRFolders(Qwen35Folders):

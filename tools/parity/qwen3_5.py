@@ -17,7 +17,7 @@ entries at the 3e-4 that this noise makes of them. What the whole model computes
 is compared too: loss, gradients and tokens as above, logits in these two ways.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -84,7 +84,7 @@ def _run_forward(model, case: QwenCase, report: CaseReport) -> None:
         compare("tower", name, value)
 
     output = model(**inputs, **extra)
-    with _DecoderRecording(model) as recorded, _own_inputs(model, tensors), paddle.no_grad():
+    with DecoderRecording(model) as recorded, _own_inputs(model, tensors), paddle.no_grad():
         forced = model(**inputs, **extra)
     ends_B = np.ones([len(real_BL)], bool) if offsets is not None else real_BL[:, -1]
     for name, value in recorded.quantities(offsets).items():
@@ -108,10 +108,10 @@ def _run_forward(model, case: QwenCase, report: CaseReport) -> None:
     last = "logits_last64" in tensors
     name, real_BL = ("logits_last64", real_BL[:, -64:]) if last else ("logits", real_BL)
     wanted = tensors[name][real_BL]
-    report.absolute("layers", name, _logits(forced, last)[real_BL], ACTIVATION, wanted)
+    report.absolute("layers", name, last_logits(forced, last)[real_BL], ACTIVATION, wanted)
     made = {"": output, ", indices carried": carried}
     for note, each in made.items():
-        errors = _logits(each, last)[real_BL] - wanted
+        errors = last_logits(each, last)[real_BL] - wanted
         _compare_amplified("logits", f"{name}{note}", errors, report)
     compare_losses(made, LOSS, report)
     report.all_compared()
@@ -119,7 +119,7 @@ def _run_forward(model, case: QwenCase, report: CaseReport) -> None:
     compare_gradients(model, case, report, max(GRADIENT, 3 * NOISE.get(case.name, 0.0)))
 
 
-def _logits(output, only_last: bool) -> np.ndarray:
+def last_logits(output, only_last: bool) -> np.ndarray:
     logits = array(output.logits)
     return logits[:, -64:] if only_last else logits
 
@@ -151,7 +151,7 @@ def _own_inputs(model, tensors: dict[str, np.ndarray]) -> Iterator[None]:
             hook.remove()
 
 
-class _DecoderRecording(Recording):
+class DecoderRecording(Recording):
     """Records the layers of the decoder and what is inside its DeltaNet layers."""
 
     def __init__(self, model):
@@ -197,6 +197,21 @@ class _DecoderRecording(Recording):
 
 def _run_generation(model, case: QwenCase, report: CaseReport) -> None:
     """Greedy tokens, logits of every step, positions, and states of every DeltaNet layer."""
+    compare = partial(compare_states, report=report, tolerance=ACTIVATION)
+    logits = generated_logits(model, case, compare, report)
+    report.compared.add("step_logits")
+    _compare_amplified("logits", "step_logits", logits - case.tensors["step_logits"], report)
+    report.all_compared()
+
+
+def generated_logits(
+    model, case: QwenCase, compare: Callable[[list, str], None], report: CaseReport
+) -> np.ndarray:
+    """Logits `[B, steps, V]` of greedy generation, whose tokens are compared.
+
+    Args:
+        compare: called with the caches and `prefill` or `end`.
+    """
     report.compared |= {name for name in case.tensors if name.startswith("in.")}
     logits: list[np.ndarray] = []
     made: list[list] = []
@@ -208,30 +223,27 @@ def _run_generation(model, case: QwenCase, report: CaseReport) -> None:
 
     def keep(step_logits: np.ndarray) -> None:
         if not logits:
-            _compare_states(made[0], "prefill", report)
+            compare(made[0], "prefill")
         logits.append(step_logits)
 
     model.new_caches = new_caches
     compare_generated(model, case, keep, report)
-    report.compared.add("step_logits")
-    errors = np.stack(logits, axis=1) - case.tensors["step_logits"]
-    _compare_amplified("logits", "step_logits", errors, report)
-    _compare_states(made[0], "end", report)
-    report.all_compared()
+    compare(made[0], "end")
+    return np.stack(logits, axis=1)
 
 
-def _compare_states(caches: list, when: str, report: CaseReport) -> None:
+def compare_states(caches: list, when: str, report: CaseReport, tolerance: float) -> None:
     """States of all DeltaNet layers; the reference keeps one input more, which no step reads."""
     for i, cache in enumerate(caches):
         if not hasattr(cache, "state_BNCV"):
             continue
         name = f"{when}.conv_state.{i}"
         inputs = array(cache.inputs_BJE).transpose(0, 2, 1)
-        tolerance = FIRST_LAYER if i == 0 else ACTIVATION
+        allowed = FIRST_LAYER if i == 0 else tolerance
         wanted = report.golden[name][:, :, -inputs.shape[2] :]
-        report.absolute("states", name, inputs, tolerance, wanted)
+        report.absolute("states", name, inputs, allowed, wanted)
         state = array(cache.state_BNCV)
-        report.absolute("states", f"{when}.recurrent_state.{i}", state, tolerance)
+        report.absolute("states", f"{when}.recurrent_state.{i}", state, allowed)
 
 
 def _run_trajectory(golden: Qwen35Folders, model, case: QwenCase, report: CaseReport) -> None:

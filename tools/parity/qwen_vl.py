@@ -151,8 +151,14 @@ def _run_forward(
     compare_gradients(model, case, report, GRADIENT)
 
 
-def compare_gradients(model, case: QwenCase, report: CaseReport, tolerance: float) -> None:
-    """Compare every gradient, in full or by its statistics, and the set of parameters without."""
+def compare_gradients(
+    model, case: QwenCase, report: CaseReport, tolerance: float, of_norm: float | None = None
+) -> None:
+    """Compare every gradient, in full or by its statistics, and the set of parameters without.
+
+    Args:
+        of_norm: tolerance of the norm of all; None for the same.
+    """
     found, norm = gradients(model)
     known = set(case.gradients) | set(case.gradient_stats)
     for key, value in found.items():
@@ -174,7 +180,8 @@ def compare_gradients(model, case: QwenCase, report: CaseReport, tolerance: floa
     without = sorted({item.key for item in model.stored_parameters()} - set(found))
     if without != sorted(case.meta["params_without_grad"]):
         report.fail("grads", "params_without_grad", f"without a gradient here: {without}")
-    report.relative("grads", "global norm", norm, tolerance, case.meta["grad_global_norm"])
+    of_norm = of_norm or tolerance
+    report.relative("grads", "global norm", norm, of_norm, case.meta["grad_global_norm"])
 
 
 def compare_positions(model, host: dict, inputs: dict, offsets: Any, report: CaseReport) -> None:

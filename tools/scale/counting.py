@@ -11,6 +11,9 @@ Their bytes are scaled:
 - every other call is recorded in two steps, the second with twice the units, three times the width
   and five times the tower's own, so the ratio of its bytes says whether they grow with units, one
   of the widths, both or neither. A call that grows in another way is refused.
+
+What ranks send of a table of n-grams depends on the text: as much as if all n-grams of a
+micro-batch were different, which is the most.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,7 +37,7 @@ from paddle_vl.parallel.sharding.buckets import Bucket, Reductions
 from paddle_vl.train.build import needed_memory, placed_model
 from paddle_vl.train.layout import parallel_degrees
 from scale.chain import BACKWARD, FORWARD, PASS, Call, Simulated
-from scale.families import sized_family
+from scale.families import TABLE, sized_family
 from scale.phantom import PhantomGroup, become_rank
 from scale.small_step import SmallStep
 
@@ -44,6 +47,7 @@ STEPS = ((1, 1), (2, 3))
 FLEET_ALIGNMENT, FLEET_BUFFER = 256, 256 << 20
 # Kind of the calls that gather keys and values.
 CONTEXT = "context parallel"
+TABLE_ROWS = "tables, at most"
 _FUSED = "fused_allreduce_gradients_with_group"
 # Parameters of a call, and the elements that one of a size takes over that many ranks, of values
 # of so many bytes.
@@ -76,8 +80,20 @@ class Recorder:
         if self._owner is not None:
             size, pieces = self._of_parameters(call, group, *self._owner)
         kind = self._kind(call, group)
+        if (of_table := self._of_table(call)) is not None:
+            size, kind, is_sized = of_table, TABLE_ROWS, True
         heads = call.shape[-2] if kind == CONTEXT and len(call.shape) > 2 else 0
         self.calls.append(Call(kind, call.kind, call.ranks, size, pieces, is_sized, heads))
+
+    def _of_table(self, call: Collective) -> int | None:
+        """Bytes of the run, of a call with row numbers of a table, or with rows."""
+        numbers, width = (0, 0) if self._step is None else self._step.family.looked_up
+        if not numbers or self._owner is not None:
+            return None
+        if call.dtype == "int64":
+            return 8 * numbers if call.kind == "alltoall_single" else None
+        is_row = call.kind in ("alltoall_single", "all_gather") and call.shape[-1:] == (TABLE,)
+        return numbers * width * self.value_bytes if is_row else None
 
     @contextmanager
     def of(self, step: SmallStep, full: Any) -> Iterator[None]:
@@ -92,8 +108,7 @@ class Recorder:
             self._full[id(parameter)] = size = prod(whole.shape)
             own = None if parameter.stop_gradient else step.store.shard_of(parameter)
             if own is not None and own is not parameter:
-                is_expert = table[parameter].is_expert
-                group = topology.expert_sharding_group if is_expert else topology.sharding_group
+                group = topology.sharding_group_of(table[parameter])
                 self._full[id(own)] = -(-size // group.nranks)
         units = step.model.decoder_layers
         if topology.encoder is None:
@@ -185,8 +200,7 @@ class Recorder:
         sizes = []
         for parameter in trained if are_slices else ():
             spec = table[parameter]
-            shards = topology.expert_sharding_group if spec.is_expert else topology.sharding_group
-            ranks = shards.nranks
+            ranks = topology.sharding_group_of(spec).nranks
             if group is topology.mp_group.process_group:
                 takes_part = spec.has_partial_gradient
             else:

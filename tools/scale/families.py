@@ -28,8 +28,8 @@ from paddle_vl.families.vlm.training.objective import sliced
 from paddle_vl.nn.linear import default_dtype
 
 # Of small models: width of a vision-language decoder, inner width of an mp rank, rows of an image,
-# patches along a side of a 4 x 4 patch.
-WIDTH, INNER, IMAGE_ROWS, PATCH = 16, 8, 4, 4
+# patches along a side of a 4 x 4 patch; width of a table of n-grams, which nothing else has.
+WIDTH, INNER, IMAGE_ROWS, PATCH, TABLE = 16, 8, 4, 4, 2
 
 
 def sized_family(config: Any, factor: int = 0) -> Any:
@@ -57,6 +57,8 @@ class SizedVL(VLRecipe):
         widenings: of the run's rows against the small model's, by how much wider these are with
             `factor` 3: those of the decoder, and those within the tower.
         tower_width: of the rows that leave the tower.
+        looked_up: rows of a table that a rank asks for in a micro-batch of the run, if all are
+            different, and their width; 0 without tables.
     """
 
     def __init__(self, config: Any, factor: int):
@@ -75,13 +77,21 @@ class SizedVL(VLRecipe):
         # Each lane of the encoder has equally many images.
         lanes = parallel.pp_degree * parallel.mp_degree // parallel.encoder.mp_degree
         lanes = max(lanes, 1) if parallel.schedule == "colocated" else 1
-        self.unit_rows = 2 * IMAGE_ROWS * parallel.mp_degree * parallel.cp_degree * lanes
+        images, text = 1, full.text_config
+        if has_tables := bool(getattr(text, "table_rows", ())):
+            # A rank has all rows that the next one's convolution sees.
+            reach = (text.ple_conv_kernel_size - 1) * text.ngram_size
+            images = -(-reach // (2 * IMAGE_ROWS))
+        self.unit_rows = 2 * images * IMAGE_ROWS * parallel.mp_degree * parallel.cp_degree * lanes
         length = config.packed_length if data.packing else data.max_length
         rows = config.train.per_device_train_batch_size * -(-length // multiple) * multiple
         self.units, own = Fraction(rows, self.unit_rows), self.model_config
         parts = (full.text_config, own.text_config), (full.vision_config, own.vision_config)
         decoder, tower = (Fraction(run.hidden_size, small.hidden_size) for run, small in parts)
         self.widenings = {3: decoder, 5: tower}
+        self.looked_up = (0, 0)
+        if has_tables:
+            self.looked_up = rows // parallel.mp_degree * text.ngram_heads, text.ngram_width
         levels = len(own.vision_config.deepstack_visual_indexes)
         self.tower_width = (1 + levels) * own.text_config.hidden_size
 
@@ -101,6 +111,12 @@ class SizedVL(VLRecipe):
         by_heads = self.config.parallel.cp_attention == "ulysses"
         heads, keys = (2 * slices, slices) if by_heads else (1, 1)
         text |= {"num_attention_heads": heads * mp, "num_key_value_heads": keys * mp}
+        if getattr(full.text_config, "table_rows", ()):
+            # Rows that ranks divide.
+            parallel = self.config.parallel
+            ranks = max(parallel.sharding_degree * mp, parallel.ep_degree)
+            text |= {"ngram_vocab_size_base": 20, "make_ngram_vocab_size_divisible_by": ranks}
+            text |= {"ple_embed_dim": TABLE * full.text_config.ngram_heads, "eos_token_id": 2}
         heads = mp * self.config.parallel.encoder.mp_degree
         inner = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
         text |= {name: INNER * mp for name in inner if getattr(full.text_config, name, 0)}
@@ -182,6 +198,7 @@ class SizedPI07(PI07Recipe):
         if self._factor:
             self.model_config = self._small()
         self.widenings = {3: Fraction(wide, self._text_config.hidden_size)}
+        self.looked_up = (0, 0)
         self.tower_width = self.model_config.vlm_config.gemma3_config.vision_config.hidden_size
 
     @property

@@ -1,7 +1,7 @@
 """Qwen3.5 as a family: see `paddle_vl.families.base.Family`."""
 
-from paddle_vl.families.qwen3_5.flops import Qwen3_5Flops
 from paddle_vl.families.qwen3_5.model import Qwen3_5ForConditionalGeneration
+from paddle_vl.families.vlm.modeling.delta_flops import DeltaFlops
 from paddle_vl.families.vlm.recipe import VLRecipe
 
 
@@ -9,4 +9,4 @@ class Qwen3_5Recipe(VLRecipe):
     """A run that trains a Qwen3.5, dense or with experts."""
 
     model_class = Qwen3_5ForConditionalGeneration
-    counter_class = Qwen3_5Flops
+    counter_class = DeltaFlops

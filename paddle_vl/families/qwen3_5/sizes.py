@@ -17,6 +17,8 @@ _ROWS: dict[str, tuple[tuple[int, ...], int, int, int, int, int, bool, tuple[int
     "qwen3.5-35b-a3b": (_LARGE, 2048, 40, 16, 2, 32, False, (256, 8, 512)),
     "qwen3.5-122b-a10b": (_LARGE, 3072, 48, 32, 2, 64, False, (256, 8, 1024)),
     "qwen3.5-397b-a17b": (_LARGE, 4096, 60, 32, 2, 64, False, (512, 10, 1024)),
+    # On the hub it is a decoder alone; the tower is that of the other large ones.
+    "qwen3.8-2.4t-a95b": (_LARGE, 8192, 92, 64, 4, 128, False, (512, 10, 2048)),
 }
 # Later generations of the same sizes; other weights and chat templates.
 _SAME = {

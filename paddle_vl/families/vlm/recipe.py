@@ -356,6 +356,7 @@ def model_shape(config: Any) -> ModelShape:
         num_experts=getattr(text, "num_experts", 0),
         shared_expert_intermediate_size=getattr(text, "shared_expert_intermediate_size", 0),
         linear_num_key_heads=getattr(text, "linear_num_key_heads", 0),
+        table_rows=tuple(getattr(text, "table_rows", ())),
     )
 
 

@@ -12,6 +12,7 @@ from paddle_vl.config.parallel_settings import ParallelConfig, ReservedRows
 from paddle_vl.config.row_sources import RowFormat, RowSourceConfig, Strategy
 from paddle_vl.config.schema import DataConfig, LoRAConfig, ModelConfig, RunConfig, TrainConfig
 from paddle_vl.config.section import FilePath, OnlyWith, Section
+from paddle_vl.families.vlm.grpo.endpoint_settings import RolloutConfig
 from paddle_vl.families.vlm.grpo.settings import GRPOConfig
 from paddle_vl.families.vlm.preference.settings import PreferenceConfig
 
@@ -161,6 +162,8 @@ class VLTrainConfig(TrainConfig):
     """sft: the answers of conversations, or a pretraining mix; preference: which of two answers is
     better (DPO and others), or that single answers are good or bad (KTO), see the section
     preference; grpo: answers that the model samples, by their rewards, see the section grpo"""
+    rollout: RolloutConfig | None = None
+    """a server that samples the answers of objective grpo; default: the trained model itself"""
 
 
 class VLParallelConfig(ParallelConfig):
@@ -370,7 +373,14 @@ class VLRun(RunConfig):
                     f"grpo has settings but train.objective is {self.train.objective}, which does "
                     "not read them: set train.objective=grpo, or remove them"
                 )
+            if self.train.rollout is not None:
+                yield (
+                    f"train.rollout is set but train.objective is {self.train.objective}, which "
+                    "samples no answers: set train.objective=grpo, or remove it"
+                )
             return
+        if self.train.rollout is not None:
+            yield from self.train.rollout.problems(grpo)
         ranks = parallel.dp_degree * parallel.sharding_degree // parallel.cp_degree
         rows = self.train.per_device_train_batch_size * ranks
         accumulation = self.train.gradient_accumulation_steps
@@ -392,6 +402,12 @@ class VLRun(RunConfig):
             yield (
                 "train.objective is grpo, for which data.train and data.eval name files of "
                 "prompts: no pretraining mix, and no data.earlier_reasoning=split"
+            )
+        if data.html_tables != "keep":
+            yield (
+                f"data.html_tables is {data.html_tables}, but with train.objective grpo rewards "
+                "compare with a row's 'solution' as it is: write it as the model is to, and remove "
+                "data.html_tables"
             )
         if data.eval and self.train.eval is None:
             yield (

@@ -445,7 +445,14 @@ class _GatedNorm(PyLayer):
         return tuple(g if need else None for g, need in zip(grads, ctx.needs, strict=True))
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
+def fits_gated_norm(x: Tensor, gate: Tensor, weight_C: Tensor, epsilon: float, *act: bool) -> bool:
+    """Whether `gated_rms_norm` takes these: with SiLU."""
+    return not any(act) and is_dense(x, gate, weight_C)
+
+
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight_C: Tensor, epsilon: float, is_sigmoid: bool = False
+) -> Tensor:
     """`delta_rule.gated_rms_norm`."""
     return _run(_GatedNorm, x, gate, weight_C, epsilon)
 
@@ -897,7 +904,7 @@ def fits_delta_net(
     """Whether `gated_delta_net` takes these: one token of each row behind others, no padding."""
     if tables.cos_TH.shape[1] != 1 or not getattr(cache, "takes_token", False):
         return False
-    if cached.key_bias_BS is not None or layer.value_dim > _MOST_WIDTH:
+    if cached.key_bias_BS is not None or layer.value_dim > _MOST_WIDTH or layer.norm.is_sigmoid:
         return False
     taps, decay = layer.conv1d.weight, layer.decay
     are_products = _is_product(layer.in_proj) and _is_product(layer.out_proj)

@@ -101,8 +101,9 @@ class FleetSharding:
             if self._table[parameter].tie is not Tie.NONE:
                 # Sliced alike on the first and the last pipeline stage.
                 parameter.color = "tied"
-            elif self._table[parameter].is_expert:
-                parameter.color = {"color": "expert", "group": self._group_of(parameter)}
+            elif (group := self._group_of(parameter)) is not self.group:
+                kind = "expert" if self._table[parameter].is_expert else "table"
+                parameter.color = {"color": kind, "group": group}
         MixPrecisionLayer(nn.ParameterList(parameters), dtype="bfloat16")
         hybrid: Any = fleet.distributed_optimizer(adamw)
         self.optimizer = hybrid._inner_opt
@@ -256,13 +257,11 @@ class FleetSharding:
 
     def _group_of(self, parameter: Tensor) -> Any:
         """The ranks that shard its state."""
-        own = self._table[parameter].is_expert
-        return self.topology.expert_sharding_group if own else self.group
+        return self.topology.sharding_group_of(self._table[parameter])
 
     def _dp_group_of(self, parameter: Tensor) -> Any:
         """The ranks that have the same shard of it."""
-        own = self._table[parameter].is_expert
-        return self.topology.expert_dp_group if own else self.topology.dp_group
+        return self.topology.dp_group_of(self._table[parameter])
 
     def _span(self, parameter: Tensor, rank: int) -> tuple[int, int]:
         """Begin and end of a rank's slice in the flat parameter, padding included."""

@@ -82,13 +82,16 @@ class CheckpointWriter:
         self._begin(target, step, fill, prunes, self._is_async, keeps)
         return target
 
-    def save_final(self, step: int, fill: Fill, streamed: Fill | None = None) -> Path:
+    def save_final(
+        self, step: int, fill: Fill, streamed: Fill | None = None, folder: Path | None = None
+    ) -> Path:
         """Write the trained model and wait for it.
 
         Args:
             streamed: in place of `fill`, without a snapshot.
+            folder: in place of `final/`.
         """
-        target = self.output_dir / FINAL
+        target = self.output_dir / FINAL if folder is None else folder
         copies = self._is_async and streamed is None
         self._begin(target, step, streamed or fill, prunes=False, copies=copies)
         self.wait()

@@ -30,7 +30,7 @@ from paddle_vl.nn.linear import Columns, mark_fused
 from paddle_vl.nn.parameter_table import CheckpointRanks, ParameterTable, ParamSpec, Seat, Spread
 from paddle_vl.parallel.colocated.grid import ColocatedGrid, EncoderGroups, Place
 from paddle_vl.parallel.degrees import ParallelDegrees
-from paddle_vl.parallel.mesh import expert_shards, mesh, stage_seats
+from paddle_vl.parallel.mesh import expert_shards, mesh, ranks_of_model, stage_seats
 from paddle_vl.parallel.topology import Topology
 
 
@@ -107,6 +107,7 @@ VALUES = [
     ("channels", (12,), ParamSpec(split_axis=0, blocks=(8, 4)), Same(), ()),
     ("experts", (8, 30, 8), ParamSpec(split_axis=2, blocks=(4, 4), is_expert=True), Same(), ()),
     ("whole_experts", (8, 50, 8), ParamSpec(is_expert=True), Same(), ()),
+    ("row_table", (480, 12), ParamSpec(is_table=True), Same(), ()),
     ("number", (1,), ParamSpec(), Same(), ()),
 ]
 # Bytes: of a part, and of the largest tensor that is not divided.
@@ -149,6 +150,8 @@ def held_by(seat: Seat, grid: Grid, table: ParameterTable) -> list[Held]:
             # Not divided over mp, and sharded over ranks of their own.
             spec = ParamSpec(is_expert=True)
             shards = (seat.expert_sharding, expert_shards(grid.degrees))
+        if spec.is_table:
+            shards = (0, 1)
         full = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + 1000 * number
         parameter = shard_of(full, spec, table)
         if linears:
@@ -171,7 +174,8 @@ def shard_of(full: np.ndarray, spec: ParamSpec, table: ParameterTable) -> paddle
 def tensors_of(seat: Seat, grid: Grid, spreads: bool, as_states: bool) -> list[TensorToWrite]:
     """What a rank passes to `write_tensors`: weights, or states in Paddle's layout."""
     group = {name: Group(getattr(seat, name), getattr(grid, name)) for name in ("mp", "ep")}
-    table = ParameterTable(group["mp"], group["ep"], lambda value, of: [])
+    of_table = Group(seat.table, ranks_of_model(grid.degrees))
+    table = ParameterTable(group["mp"], group["ep"], lambda value, of: [], of_table)
     found = []
     for name, full, parameter, layout, linears, shards in held_by(seat, grid, table):
         layout = Same() if as_states else layout
@@ -291,8 +295,8 @@ def topology_of(grid: Grid, rank: int, boards: dict[str, dict]) -> Topology:
     groups = {
         f"{axis}_group": group_of(rank, ranks, boards[axis])
         for axis, ranks in mesh(grid.degrees, rank).items()
-        if axis != "model"
     }
+    groups["saving_group"] = groups.pop("model_group")
     return Topology(grid.degrees, rank, **groups)
 
 
@@ -319,7 +323,8 @@ def test_each_rank_has_its_shards_and_reads_its_share(tmp_path, monkeypatch, gri
         threading.current_thread().name = str(rank)
         topology = topologies[rank]
         ep_group = topology.ep_group if topology.ep_group.nranks > 1 else None
-        table = ParameterTable(topology.mp_group, ep_group)
+        of_table = topology.table_group
+        table = ParameterTable(topology.mp_group, ep_group, table_group=of_table)
         table.readers = topology.readers
         table.gather_rows = lambda own, of: np.concatenate(of.board.gathered(of.rank, own))
         for name, _, parameter, layout, linears, _ in held_by(seats[rank], grid, table):

@@ -183,7 +183,7 @@ def test_help_lists_common_settings_once_and_then_each_family_s():
     assert "train.seed" in common
     groups = {title: group for title, _, group in families}
     for family, name, default in (
-        ("Qwen3-VL, Qwen3.5, PaddleOCR-VL", "data.max_length", "2048"),
+        ("Qwen3-VL, Qwen3.5, Qwen4-Exp, PaddleOCR-VL", "data.max_length", "2048"),
         ("PaddleOCR-VL", "model.save_layout", "hub"),
         ("pi07 policy, pi07 planner", "data.drops.subgoal_drop_prob", "0.75"),
         ("captioner", "style.tone", "plain"),

@@ -233,6 +233,7 @@ def test_every_example_loads_and_its_ranks_add_up(path):
     config = load_run_config(path)
     launched = {"digits_4_processes": 4, "eight_gpus": 8, "one_node_8_gpus": 8, "two_nodes": 16}
     launched |= {"mixture_64_gpus": 64, "grpo_8_gpus": 8}
+    launched |= {"lora_8_gpus": 8, "frozen_table_64_gpus": 64}
     multiple = config.data.pad_to_multiple_of if isinstance(config, VLRun) else None
     plan = TopologyPlan(
         parallel_degrees(config), launched.get(path.stem, 1), pad_to_multiple_of=multiple

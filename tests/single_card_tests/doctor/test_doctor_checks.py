@@ -34,7 +34,7 @@ from paddle_vl.train import trainer
 from paddle_vl.train.stop_signals import StopSignals
 
 ROOT = Path(__file__).parents[3]
-QWEN3_VL, QWEN3_5, _ = golden.CASES
+QWEN3_VL, QWEN3_5, *_ = golden.CASES
 
 
 @pytest.fixture

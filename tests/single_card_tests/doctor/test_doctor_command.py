@@ -23,6 +23,7 @@ NEEDS_GPU = {
     "environment.bfloat16",
     "golden.qwen3_vl_bfloat16",
     "golden.qwen3_5_bfloat16",
+    "golden.qwen4_exp_bfloat16",
     "golden.paddleocr_vl_bfloat16",
 }
 

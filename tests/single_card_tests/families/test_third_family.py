@@ -52,4 +52,4 @@ def test_a_model_type_belongs_to_one_family():
     assert (entry.name, families()[-1]) == ("captioner", entry)
     with pytest.raises(ValueError, match="captioner of family other is registered for family"):
         register_family(FamilyEntry("other", ("captioner",), entry.settings, entry.recipe))
-    assert len(families()) == 6
+    assert len(families()) == 7

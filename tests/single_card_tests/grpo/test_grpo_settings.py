@@ -62,6 +62,7 @@ def test_settings_that_mean_nothing_together_are_refused(given, message):
 
 
 GRPO = "train.objective=grpo"
+SERVER = "train.rollout={endpoint: 'http://h/v1', model: m}"
 BETA = "grpo.beta=0.1"
 LORA = "model.lora={r: 2, target_modules: [all-linear], lora_dropout: 0.1}"
 
@@ -80,6 +81,14 @@ LORA = "model.lora={r: 2, target_modules: [all-linear], lora_dropout: 0.1}"
             "grpo.top_entropy_quantile is 0.5 with parallel.cp_degree 2",
         ),
         ([GRPO, LORA], "model.lora.lora_dropout is 0.1"),
+        ([GRPO, "data.html_tables=otsl"], "data.html_tables is otsl, but with train.objective"),
+        ([SERVER], "train.rollout is set but train.objective is sft, which samples no answers"),
+        ([GRPO, "train.rollout={endpoint: host, model: m}"], "train.rollout.endpoint host is no"),
+        (
+            [GRPO, SERVER, "train.rollout.retokenize=true", "grpo.old_log_probs=sampler"],
+            "train.rollout.retokenize is set, so the server gives no log-probabilities",
+        ),
+        ([GRPO, SERVER, "train.rollout.sync_steps=4"], "train.rollout.sync_steps is 4: answers"),
     ],
 )  # fmt: skip
 def test_a_run_whose_settings_contradict_each_other_is_refused(tmp_path, settings, message):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from paddle_vl.data.jsonl import BadSampleError
-from tests.single_card_tests.train.tiny_run import write_records
+from tests.single_card_tests.train.tiny_run import MODEL, MODEL_OCR, write_records
 from tests.single_card_tests.train.whole_runs import build
 from tests.support.finished_runs import arrays_of, lasting_metrics, metrics_of
 from tests.support.sampled_runs import SAMPLED, write_sampled_run
@@ -23,7 +23,10 @@ def data(tmp_path_factory):
     return write_sampled_run(tmp_path_factory.mktemp("sampled"))
 
 
-def test_plain_and_fused_kernels_sample_and_learn_the_same(data, tmp_path):
+@pytest.mark.parametrize("model", [MODEL, MODEL_OCR], ids=["Qwen3-VL", "PaddleOCR-VL"])
+def test_plain_and_fused_kernels_sample_and_learn_the_same(model, data, tmp_path):
+    if model is not MODEL:
+        data = write_sampled_run(tmp_path, model)
     runs = [tmp_path / name for name in ("fused", "plain")]
     for run in runs:
         build(data, run, *SAMPLED, "train.max_steps=3", f"train.kernels={run.name}").run()
@@ -129,7 +132,7 @@ def test_an_evaluation_asks_held_out_prompts(data, tmp_path):
     assert 0 <= line["eval_exact_match"] <= 1
     assert "eval_loss" not in line
     answers = (tmp_path / "predictions.jsonl").read_text().splitlines()
-    assert [json.loads(each)["expected"] for each in answers] == [
-        json.loads(each)["solution"]
+    assert [(json.loads(each)["expected"], json.loads(each)["task"]) for each in answers] == [
+        (json.loads(each)["solution"], "red")
         for each in data.with_name("test.jsonl").read_text().splitlines()
     ]

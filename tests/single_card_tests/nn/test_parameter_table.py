@@ -76,6 +76,7 @@ class Ranks:
         (ParamSpec(split_axis=2, blocks=(4, 4), is_expert=True), (6, 3, 8)),
         (ParamSpec(split_axis=1, is_expert=True), (4, 6, 3)),
         (ParamSpec(is_expert=True), (4, 3)),
+        (ParamSpec(is_table=True), (4, 3)),
         (PARTIAL, (4, 3)),
     ],
 )
@@ -93,7 +94,9 @@ def test_shards_put_together_are_the_full_value(spec, shape):
                 return halves
 
             place = ep_rank, mp_rank
-            table = tables[place] = ParameterTable(Ranks(mp_rank), Ranks(ep_rank), gather)
+            table = tables[place] = ParameterTable(
+                *(Ranks(mp_rank), Ranks(ep_rank), gather, Ranks(ep_rank))
+            )
             any_shape = parameter(*shape)
             table.add([any_shape], spec)
             shards[place] = table.own_shard(any_shape, full)

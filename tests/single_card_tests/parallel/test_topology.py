@@ -132,6 +132,8 @@ def test_experts_have_every_replica_in_their_sums():
             assert len({(part[r], shards[r]) for r in line.tolist()}) == ep * expert_shards(run)
             assert len({r % (sharding * mp * pp) for r in line.tolist()}) >= sharding * mp
             if stage[line[0]] == 0:
+                # Each has other rows of a table.
+                assert [seats[r].table for r in line.tolist()] == [*range(len(line))]
                 assert len({seats[r].group for r in line.tolist()}) == 1
         for rank, seat in seats.items():
             assert (seat.ep, seat.expert_sharding) == (part[rank], shards[rank])

@@ -9,6 +9,7 @@ any more is cancelled; at the end streams end with a reason.
 import functools
 import json
 import time
+from dataclasses import replace
 from http.client import HTTPConnection
 
 import httpx2
@@ -135,6 +136,48 @@ def test_choices_have_seeds_usage_and_log_probabilities_of_their_own(processor):
         found = [each for chunk in chunks for choice in chunk.choices if choice.index == 1
                  for each in (choice.logprobs.content if choice.logprobs else ())]  # fmt: skip
         assert found == entries
+
+
+def test_token_ids_come_with_the_end_and_what_is_ruled_out_with_the_request(processor):
+    served = scripted(processor, "a é b")
+    ids = [*processor.tokenizer.encode("a é b"), processor.eos_token_ids[0]]
+    with serving(served) as address:
+        asked = {"extra_body": {"return_token_ids": True}, "logit_bias": {"7": -100}}
+        whole = chat(address, logprobs=True, **asked)
+        text = client(address).completions.create(model="digits", prompt="a", **asked)
+        with pytest.raises(openai.BadRequestError, match="give it without 'stream'"):
+            chat(address, stream=True, **asked)
+    first, second = (each.request for each in served.engine.handles)
+    assert [first.sampling.suppress_tokens, second.sampling.suppress_tokens] == [(7,), (7,)]
+    assert whole.prompt_token_ids == first.input_ids.tolist()
+    assert whole.choices[0].token_ids == text.choices[0].token_ids == ids
+    assert [each.logprob for each in whole.choices[0].logprobs.content] == [-1.0] * len(ids)
+    assert whole.choices[0].message.content == "a é b"
+
+
+ADAPTER, WEIGHTS = "/v1/load_lora_adapter", "/update_weights_from_disk"
+
+
+@pytest.mark.parametrize(
+    ("folder", "path", "asked", "status", "text"),
+    [
+        (None, WEIGHTS, {"model_path": "a"}, 403, "start with --allowed-weights-path"),
+        ("in", WEIGHTS, {"model_path": "../out"}, 403, "is not in that of --allowed-weights-path"),
+        ("in", WEIGHTS, {"model_path": "a", "flush_cache": False}, 400, "flush_cache"),
+        ("in", ADAPTER, {"lora_name": "digits", "lora_path": "a"}, 400, "there is digits already"),
+        ("in", ADAPTER, {"lora_name": "doors", "lora_path": "a"}, 400, "there is doors already"),
+        ("in", ADAPTER, {"lora_name": "new"}, 400, "lora_path: Field required"),
+    ],
+)
+def test_weights_are_loaded_where_it_is_allowed(
+    processor, tmp_path, folder, path, asked, status, text
+):
+    served = scripted(processor, "a")
+    if folder is not None:
+        served = replace(served, weights_folder=tmp_path / folder)
+    with serving(served) as address, httpx2.Client(base_url=address) as plain:
+        found = plain.post(path, json=asked)
+    assert (found.status_code, text in found.json()["error"]["message"]) == (status, True)
 
 
 def test_texts_are_continued_as_they_are(processor):
@@ -274,6 +317,7 @@ def test_earlier_calls_and_results_are_in_the_prompt(processor):
         ({"extra_body": {"temprature": 1}}, 400, "Unrecognized request argument supplied: tempra"),
         ({"extra_body": {"guided_json": {"a": 1}}}, 400, "no guided_json"),
         ({"logit_bias": {"1": 3}}, 400, "no logit_bias"),
+        ({"logit_bias": {"999": -100}}, 400, "logit_bias: there is no token 999"),
         ({"max_tokens": 2000}, 400, "maximum context length is 1000 tokens"),
         ({"messages": []}, 400, "messages: List should have at least 1 item"),
         ({"messages": [{"role": "you", "content": "a"}]}, 400, "message 1 has role 'you'"),

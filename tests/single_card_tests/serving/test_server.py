@@ -15,7 +15,8 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
-from paddle_vl.serving.access import check_exposure, read_token
+from paddle_vl.files.token_file import read_token
+from paddle_vl.serving.access import check_exposure
 from paddle_vl.serving.batching import ActorRequest, BatchSettings, answers_of
 from paddle_vl.serving.msgpack_numpy import OPENPI, VLA_EVAL
 from paddle_vl.serving.openpi import OpenpiProtocol

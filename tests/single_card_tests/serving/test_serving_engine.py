@@ -17,6 +17,7 @@ import paddle
 import pytest
 
 from paddle_vl.config.schema import LoRAConfig
+from paddle_vl.families.vlm.answering.batched import BatchedModel
 from paddle_vl.generation.sampling import Sampling
 from paddle_vl.serving.engine import Engine, EngineFull, EngineSettings, Request
 from paddle_vl.testing.qwen3_5 import tiny_qwen3_5
@@ -232,11 +233,7 @@ def test_rows_with_adapters_answer_as_merged_models(start, folders, sampling):
     """All in one batch, with equal images, whose features differ."""
     wanted, names = {}, [None, *folders]
     for name in names:
-        model = tiny_model()
-        if name is not None:
-            model.load_adapter(folders[name])
-            model.materialize_all()
-            model.merge_lora()
+        model = tiny_model() if name is None else merged(folders[name])
         wanted[name] = [alone(model, i, **sampling) for i in (0, 2)]
     assert len({str(each) for each in wanted.values()}) == 4
     engine = start(tiny_model(), folders, max_num_seqs=8, kv_cache_tokens=320)
@@ -244,6 +241,49 @@ def test_rows_with_adapters_answer_as_merged_models(start, folders, sampling):
     assert {name: list(map(tokens, each)) for name, each in handles.items()} == wanted
     # The base and "text" share the features of two images, which "tower" and "dora" have anew.
     assert engine.stats()["image_cache_misses"] == 6
+
+
+def merged(folder) -> Any:
+    model = tiny_model()
+    model.load_adapter(folder)
+    model.materialize_all()
+    model.merge_lora()
+    return model
+
+
+def test_an_adapter_is_replaced_behind_what_runs(start, folders, tmp_path):
+    """Its images too, as its tower encodes them."""
+    engine = start(tiny_model(), {"own": folders["text"]}, max_num_seqs=1, kv_cache_tokens=320)
+    wanted = {name: alone(merged(folder), 0, **GREEDY) for name, folder in folders.items()}
+    assert len({str(each) for each in wanted.values()}) == 3
+    before = None
+    for name in ("tower", "dora", "text", "tower"):
+        engine.change(partial(BatchedModel.load_adapter, name="own", folder=folders[name]))
+        if before is not None:
+            events, own = before
+            assert [each.token_id for each in events] == own[1:]
+        assert tokens(engine.submit(request(0, adapter="own", **GREEDY))) == wanted[name]
+        events = iter(engine.submit(request(0, adapter="own", **GREEDY)))
+        assert next(events).token_id == wanted[name][0], "it has begun"
+        before = events, wanted[name]
+    with pytest.raises((ValueError, RuntimeError)):
+        engine.change(partial(BatchedModel.load_adapter, name="own", folder=tmp_path))
+    assert tokens(engine.submit(request(0, adapter="own", **GREEDY))) == wanted["tower"]
+    with pytest.raises(ValueError, match="the model has the adapters own, which are of"):
+        engine.change(partial(BatchedModel.load_weights, folder=tmp_path))
+    engine.close()
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        engine.change(lambda model: None)
+
+
+def test_weights_are_replaced_with_the_images_that_they_have_encoded(start, folders, tmp_path):
+    other = merged(folders["tower"])
+    other.save_pretrained(tmp_path)
+    engine = start(tiny_model())
+    first, wanted = (alone(model, 0, **GREEDY) for model in (tiny_model(), other))
+    assert tokens(engine.submit(request(0, **GREEDY))) == first != wanted
+    engine.change(partial(BatchedModel.load_weights, folder=tmp_path))
+    assert tokens(engine.submit(request(0, **GREEDY))) == wanted
 
 
 def test_adapters_that_cannot_differ_by_row_are_refused(tmp_path, folders):

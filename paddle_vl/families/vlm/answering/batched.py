@@ -18,6 +18,8 @@ import paddle
 from paddle import Tensor
 
 from paddle_vl.batch.positions import checked_grid
+from paddle_vl.checkpoint.reading import check_keys, checkpoint_tensors, stored_value
+from paddle_vl.checkpoint.rules import by_parameter
 from paddle_vl.families.vlm.answering.generate import EmbeddedPrompts, step_logits
 from paddle_vl.families.vlm.answering.row_adapters import RowAdapters
 from paddle_vl.families.vlm.modeling.layers import VisionFeatures, decoder_positions
@@ -142,6 +144,38 @@ class BatchedModel:
             names = ", ".join(name for name in self.adapters.numbers if name) or "none"
             raise ValueError(f"there is no adapter {adapter}: there is {names}")
         return Prompt(self._model, input_ids, visual, adapter)
+
+    def load_adapter(self, name: str, folder: Path) -> None:
+        """Take an adapter from a folder, a new one or in place of that of this name.
+
+        Raises:
+            ValueError, RuntimeError: see `RowAdapters`; the adapters are as before.
+        """
+        self.adapters = self.adapters.with_folder(self._model, name, folder)
+        self._forget_images()
+
+    def load_weights(self, folder: Path) -> None:
+        """Take the weights of another folder of the model.
+
+        Raises:
+            ValueError: they do not fit, or there are adapters, whose factors are of these weights.
+            RuntimeError: files are missing or damaged.
+        """
+        if self.adapters.folders:
+            names = ", ".join(self.adapters.folders)
+            raise ValueError(f"the model has the adapters {names}, which are of its weights")
+        model = self._model
+        stored = model.checkpoint_map.tensors_as_here(checkpoint_tensors(folder), model.config)
+        wanted = list(model.stored_parameters())
+        check_keys(folder, stored, wanted, set())
+        for items in by_parameter(wanted):
+            items[0].parameter.set_value(stored_value(items, stored))
+        self._forget_images()
+
+    def _forget_images(self) -> None:
+        """Encoded images are those of a tower."""
+        self._kept.clear()
+        self.kept_bytes = 0
 
     def places_of(self, blocks: Sequence[int]) -> np.ndarray:
         """All places of some blocks, which are numbered from 0: int64."""

@@ -102,7 +102,8 @@ def step_logits(
         caches: one per layer, see `LanguageModel.run`.
     """
     hidden_BD = model.language_model.embedding.embed_tokens(input_ids.reshape([-1]))
-    hidden_BD = model.language_model.run(inputs | {"hidden_states": hidden_BD}, caches)
+    inputs = inputs | {"hidden_states": hidden_BD, "input_ids": input_ids}
+    hidden_BD = model.language_model.run(inputs, caches)
     return model.lm_head(hidden_BD).astype("float32")
 
 
@@ -228,6 +229,7 @@ class EmbeddedPrompts:
         """The decoder's inputs for some columns of the prompts."""
         batch, length = self._prompt_BL.shape
         whole, inputs = self._whole, columns_of(self._whole, begin, end)
+        inputs["input_ids"] = whole["input_ids"][:, begin:end]
         hidden_BLD = whole["hidden_states"].reshape([batch, length, -1])
         inputs["hidden_states"] = hidden_BLD[:, begin:end].reshape([batch * (end - begin), -1])
         if (mask_BL := self._mask_BL) is not None:

@@ -36,6 +36,7 @@ class RowAdapters:
             as it is, with the adapters that it may have.
 
     Attributes:
+        folders: as given.
         numbers: of the adapters by name; 0 is the base, None.
         of_tower: names of those that change the vision tower.
         chosen: the adapter of all token rows, or int64 `[T]` that of each.
@@ -51,19 +52,33 @@ class RowAdapters:
                 "the model has an adapter, so it is no base: merge_lora() first, or load the base "
                 "and give the adapter's folder a name here"
             )
-        folders = folders or {}
+        self.folders = folders = folders or {}
         self.numbers = {name: number for number, name in enumerate([None, *folders])}
         self.of_tower: set[str] = set()
         self.chosen: int | Tensor = 0
         adapters = {name: _read(model, Path(folder)) for name, folder in folders.items()}
         tower = {id(parameter) for parameter in model.visual.parameters()}
+        products = []
         for items in by_parameter(model.stored_parameters()):
             weight, modules = items[0].parameter, [i.key.removesuffix(".weight") for i in items]
             adapting = {name for name, own in adapters.items() if own.sizes.keys() & {*modules}}
             if adapting:
                 factors = _stacked(items, modules, list(adapters.values()))
-                use_product(weight, partial(self._product, factors))
+                products.append((weight, partial(self._product, factors)))
                 self.of_tower |= adapting if id(weight) in tower else set()
+        # None, where a folder does not fit.
+        for weight, product in products:
+            use_product(weight, product)
+        self._weights = [weight for weight, _ in products]
+
+    def with_folder(self, model: Any, name: str, folder: Path) -> "RowAdapters":
+        """The adapters with another one, or another folder of one, in place of these."""
+        found = RowAdapters(model, {**self.folders, name: folder})
+        adapted = {id(weight) for weight in found._weights}
+        for weight in self._weights:
+            if id(weight) not in adapted:
+                use_product(weight, None)
+        return found
 
     def _product(self, factors: list[Tensor], x_TI: Tensor, weight: Tensor, bias: Any) -> Tensor:
         base = paddle.matmul(x_TI, weight) if bias is None else biased_linear(x_TI, weight, bias)

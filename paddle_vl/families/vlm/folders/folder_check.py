@@ -14,7 +14,7 @@ import paddle
 
 from paddle_vl.checkpoint.adapter_files import StoredAdapter
 from paddle_vl.checkpoint.reading import ReadableTensor, checkpoint_tensors
-from paddle_vl.checkpoint.safetensors_io import FLOATING
+from paddle_vl.checkpoint.safetensors_io import FLOATING, JoinedRows
 from paddle_vl.config.families import FamilyEntry, processor_class
 from paddle_vl.families.vlm.answering.engines import ENGINES, EngineRules, Finding
 from paddle_vl.families.vlm.folders.processor_fit import check_processor_fits
@@ -71,18 +71,22 @@ def _found(model_class: Any, folder: Path, base: Path, engine: EngineRules) -> F
         expected, given = config.to_dict()["architectures"], values.get("architectures")
         if given != expected:
             yield Finding.REFUSED, f"config.json: architectures is {shown(given)}, not {expected}"
-        as_here = model_class.checkpoint_map.tensors_as_here
+        names = model_class.checkpoint_map
+        as_here = names.tensors_as_here
         stored = as_here(checkpoint_tensors(base), config)
+        if (constant_keys := getattr(names, "constant_keys", None)) is not None:
+            stored = {k: v for k, v in stored.items() if k not in constant_keys(config)}
         is_tied = any(_value(values, key) for key in _TIES)
         with paddle.LazyGuard():
             wanted = model_class(config.with_tie(is_tied)).whole_shapes()
         if is_tied and stored.pop(HEAD_KEY, None):
             yield Finding.IGNORED, f"{HEAD_KEY}: the embedding is the head"
         yield from tensor_findings(wanted, stored, engine, model_type)
+        parts = _value(values, "text_config.split_ngram_parts")
+        yield from table_findings(stored, parts or 512, engine)
         if Finding.MISSING not in dict(files):
             yield from refusal(check_processor_fits, config, VLProcessor.from_pretrained(base))
         if folder != base:
-            names = model_class.checkpoint_map
             adapter = StoredAdapter.read(folder, getattr(names, "key_here", str))
             adapter.tensors.update(as_here(adapter.tensors, config))
             on_base = with_head(adapter, stored, config.embedding_key) if is_tied else stored
@@ -135,11 +139,36 @@ def setting_findings(values: Mapping[str, Any], engine: EngineRules, model_type:
     if bool(top) != bool(text):
         told = f"tie_word_embeddings is {shown(top)}, in text_config {shown(text)}"
         yield Finding.LOST, f"config.json: {told}: engines differ in which they read, set both"
+    text = _value(values, "text_config") or {}
+    if model_type == "qwen4_exp":
+        yield from _attention_findings(text, engine)
     if engine.reads_older_keys:
         keys = sorted({"torch_dtype", "dtype"} & {*values, *values.get("text_config", ())})
         if keys != ["torch_dtype"] and (keys != ["dtype"] or "transformers_version" not in values):
             told = f"config.json: {' and '.join(keys) or 'no torch_dtype'}"
             yield Finding.REFUSED, f"{told}: torch_dtype alone is the sign of HF's layout"
+
+
+def _attention_findings(text: Mapping[str, Any], engine: EngineRules) -> Found:
+    unknown = sorted(set(text.get("layer_types") or ()) - set(engine.layers))
+    if engine.layers and unknown:
+        told = f"layer_types has {', '.join(map(str, unknown))}, not {' or '.join(engine.layers)}"
+        yield Finding.REFUSED, f"config.json: {told}: save it again with this package"
+    budget, size = (text.get(f"indexer_{name}") for name in ("budget", "compress_ratio"))
+    if engine.blocks and budget and size and budget // size not in engine.blocks:
+        told = f"{budget // size}, not {' or '.join(map(str, engine.blocks))}"
+        yield Finding.REFUSED, f"config.json: indexer_budget / indexer_compress_ratio is {told}"
+
+
+def table_findings(stored: Mapping[str, Any], count: int, engine: EngineRules) -> Found:
+    for name, tensor in stored.items() if engine.places_parts else ():
+        if not name.endswith(".ngram_embedding.weight"):
+            continue
+        if not isinstance(tensor, JoinedRows):
+            yield Finding.REFUSED, f"{name} is one tensor, not parts: save it with this package"
+        elif {part.shape[0] for part in tensor.parts[:-1]} - {-(-tensor.shape[0] // count)}:
+            told = f"{len(tensor.parts)} parts, split_ngram_parts is {count}"
+            yield Finding.LOST, f"{name} is in {told}: it places their rows by that number"
 
 
 def file_findings(folder: Path, engine: EngineRules) -> Found:

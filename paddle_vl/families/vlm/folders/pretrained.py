@@ -41,7 +41,9 @@ class PretrainedVLModel(SizedModel, AdaptableModel, Materializable, nn.Layer):
             written again as they are in the file. Parameters whose keys end with one of its
             `PRECISE` stay float32 in a half-precision model if their file has float32. A family
             whose folders differ from that has `folder_of(config, tensors, layout)`, the
-            configuration and the tensors that are written. One that reads keys of several layouts
+            configuration and the tensors that are written. One with whole numbers in its files has
+            `with_constants(config, stored)`, the configuration with them, which the tensors lose,
+            and `constant_keys(config)`. One that reads keys of several layouts
             has `key_here(key)`, and `adapter_key(key)`, the key in files of adapters.
         save_layout: of the folders that are written, where a family has several.
         generation_config: settings of generation; None for the defaults.
@@ -147,6 +149,8 @@ class PretrainedVLModel(SizedModel, AdaptableModel, Materializable, nn.Layer):
         generation_config = generation_settings(path)
         stored = cls.checkpoint_map.tensors_as_here(checkpoint_tensors(path), config)
         flags_agree, config = config.tie_flags_agree, config.tied_by(stored)
+        if (with_constants := getattr(cls.checkpoint_map, "with_constants", None)) is not None:
+            config = with_constants(config, stored)
         if not flags_agree:
             logger.info(
                 "%s: the tie_word_embeddings flags disagree or one is missing; "

@@ -9,6 +9,7 @@ from paddle import Tensor
 
 from paddle_vl.data.samples import Collator
 from paddle_vl.families.vlm.answering.groups import GroupBatches
+from paddle_vl.families.vlm.grpo.endpoint import RolloutServer
 from paddle_vl.families.vlm.grpo.objective import RolloutAdapter, RolloutLoss, RolloutStage
 from paddle_vl.families.vlm.grpo.rollouts import Rollouts
 from paddle_vl.families.vlm.inputs.collate import PreparedCollator, VLCollator
@@ -39,6 +40,7 @@ class SampledAnswers:
         if isinstance(train_data, ConversationData):
             self.prompts = Prompts(train_data, self.settings.max_completion_length)
             self.prompts.check_room()
+            self.prompts.check_reasoning(self.settings.patterns)
         text = model_config.text_config
         aux_weight = text.router_aux_loss_coef if text.has_balance_loss(None) else None
         self.loss, self.groups = RolloutLoss(self.settings, aux_weight), {}
@@ -91,7 +93,15 @@ class SampledAnswers:
             model, processor, cast(VLCollator, collator), longest, ends, own_rows=own_rows,
             vision=vision,
         )  # fmt: skip
-        return Rollouts(self.settings, self.prompts, processor, ends, collate, batches, seed)
+        server, asked = None, self.config.train.rollout
+        if asked is not None:
+            at_once = self.settings.max_num_seqs // self.settings.num_generations
+            folder = Path(asked.sync_folder or self.config.train.output_dir, "rollout_weights")
+            variables = self.config.data.chat_template_kwargs
+            server = RolloutServer(asked, processor, variables, at_once, folder.absolute())
+        return Rollouts(
+            self.settings, self.prompts, processor, ends, collate, batches, seed, server=server
+        )
 
     def prepared(self, collator: Collator, vision: Any) -> PreparedCollator:
         """Makes batches of such a collator complete."""

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paddle_vl.families.vlm.evaluation.metrics import Metric, Scored, conclusion, metric_named
-from paddle_vl.families.vlm.grpo.settings import GRPOConfig
+from paddle_vl.families.vlm.grpo.settings import FORMAT, GRPOConfig
 from paddle_vl.threads import JoinedThread
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 _PART_OF: dict[str, str] = dict.fromkeys(
     ("box_iou", "box_precision_0.5", "box_precision_0.7", "box_precision_0.9"), "box"
 )
-_FORMAT = "format:"
 
 
 def _is_of_sets(metric: Metric) -> bool:
@@ -84,7 +83,7 @@ class Rewards:
         if not settings.rewards:
             raise ValueError("grpo.rewards names nothing that scores answers: name one, see --help")
         self.names = [
-            "format" if each.startswith(_FORMAT) else each.rpartition(":")[2]
+            "format" if each.startswith(FORMAT) else each.rpartition(":")[2]
             for each in settings.rewards
         ]
         if len({*self.names}) < len(self.names):
@@ -211,9 +210,9 @@ class Rewards:
                 )
 
     def _named(self, name: str, base: Path) -> Function:
-        if name.startswith(_FORMAT):
+        if name.startswith(FORMAT):
             try:
-                pattern = re.compile(name.removeprefix(_FORMAT), re.DOTALL)
+                pattern = re.compile(name.removeprefix(FORMAT), re.DOTALL)
             except re.error as error:
                 raise ValueError(f"grpo.rewards: {name} is no pattern: {error}") from error
             return lambda answers: [float(bool(pattern.fullmatch(each.text))) for each in answers]

@@ -22,10 +22,11 @@ from paddle_vl.families.vlm.answering.groups import (
 )
 from paddle_vl.families.vlm.grpo import window
 from paddle_vl.families.vlm.grpo.advantages import advantages, total_rewards
+from paddle_vl.families.vlm.grpo.endpoint import RolloutServer
 from paddle_vl.families.vlm.grpo.metrics import check_sampler, completion_metrics, reward_metrics
 from paddle_vl.families.vlm.grpo.objective import GAP_MEAN
 from paddle_vl.families.vlm.grpo.rewards import Rewards, SampledAnswer
-from paddle_vl.families.vlm.grpo.settings import GRPOConfig
+from paddle_vl.families.vlm.grpo.settings import FORMAT, GRPOConfig
 from paddle_vl.families.vlm.grpo.window import Group, Sample
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.inputs.prompts import Prompts
@@ -45,6 +46,7 @@ class Rollouts:
         batches: makes batches of prompts, for a model that is split over ranks.
         seed: of the run.
         base: folder that the paths of rewards are relative to.
+        server: samples the answers in place of the model; None for none.
 
     Raises:
         ValueError: a reward that does not exist, or cannot be called.
@@ -60,8 +62,10 @@ class Rollouts:
         batches: GroupBatches,
         seed: int,
         base: Path | None = None,
+        server: RolloutServer | None = None,
     ):
         self.settings, self.prompts, self.processor = settings, prompts, processor
+        self.server = server
         self.collate, self.batches = collate, batches
         self.rewards, self._seed = Rewards(settings, base), seed
         self.size = settings.num_generations
@@ -81,13 +85,14 @@ class Rollouts:
         )
         chosen = settings.outcome_rewards
         if chosen is None:
-            chosen = [each for each in settings.rewards if not each.startswith("format:")]
+            chosen = [each for each in settings.rewards if not each.startswith(FORMAT)]
         chosen = chosen or settings.rewards
         self._outcomes = [settings.rewards.index(each) for each in chosen]
 
     described, groups_of = staticmethod(window.described), staticmethod(window.groups_of)
     arrays_of, restored = staticmethod(window.arrays_of), staticmethod(window.restored)
     told_answers = staticmethod(window.told_answers)
+    told_sampled, sampled_of = staticmethod(window.told_sampled), staticmethod(window.sampled_of)
 
     def samplings(self, prompt: Sample) -> list[Sampling]:
         """Of each answer to a prompt; `AnswerRow` adds the number of the copy to the seed."""
@@ -110,6 +115,15 @@ class Rollouts:
         samplings = [self.samplings(each) for each in prompts]
         rows = min(self.settings.max_num_seqs, len(prompts) * self.size)
         return GroupSampler(model, prompts, samplings, rows).run()
+
+    def asked(self, prompts: Sequence[Sample]) -> list[list[Sampled]]:
+        """The same of the server."""
+        assert self.server is not None, "asked where there is one"
+        given = [
+            (self.prompts.conversation(int(each["number"])).prompt, each["input_ids"])
+            for each in prompts
+        ]
+        return self.server.sampled(given, [self.samplings(each) for each in prompts])
 
     def scored(
         self, prompts: Sequence[Sample], sampled: Sequence[Sequence[Sampled]], state: Any

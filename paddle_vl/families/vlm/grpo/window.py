@@ -116,6 +116,28 @@ def restored(arrays: Mapping[str, np.ndarray]) -> list[Group]:
     return groups
 
 
+def told_sampled(groups: Sequence[Sequence[Sampled]]) -> list[Any]:
+    """The answers to some prompts as JSON values."""
+    return [
+        [
+            [each.ids.tolist(), each.log_probs.astype(float).tolist(), each.is_truncated]
+            for each in group
+        ]
+        for group in groups
+    ]
+
+
+def sampled_of(told: Sequence[Any]) -> list[list[Sampled]]:
+    """The answers of `told_sampled`."""
+    return [
+        [
+            Sampled(np.array(ids, np.int64), np.array(log_probs, np.float32), is_cut)
+            for ids, log_probs, is_cut in group
+        ]
+        for group in told
+    ]
+
+
 def told_answers(group: Group) -> list[Any]:
     """Ids and log-probabilities of an own group's answers, JSON values."""
     assert group.answers is not None, "of an own group"

@@ -373,9 +373,10 @@ class VLProcessor(ChatInputs):
 
 
 def _markers_of(model_type: str) -> VideoMarkers | None:
-    """For Qwen3.5 those of transformers 5.24, for Qwen3-VL those of 4.57, with which its published
-    models were trained; None where no type of model is named."""
-    by_type: dict[str, VideoMarkers] = {"qwen3_5": "both", "qwen3_vl": "inner"}
+    """For Qwen3.5 and Qwen4-Exp those of transformers 5.24, for Qwen3-VL those of 4.57, with which
+    its published models were trained; None where no type of model is named."""
+    both = ("qwen3_5", "qwen4_exp", "qwen3_8_flash_next")
+    by_type: dict[str, VideoMarkers] = {**dict.fromkeys(both, "both"), "qwen3_vl": "inner"}
     return next((by_type[each] for each in by_type if model_type.startswith(each)), None)
 
 

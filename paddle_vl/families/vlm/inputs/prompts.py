@@ -15,6 +15,7 @@ from paddle_vl.data.formats.reader import RowReader
 from paddle_vl.data.jsonl import BadSampleError, sample_at
 from paddle_vl.families.vlm.inputs.collate import VISUAL_KEYS
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
+from paddle_vl.families.vlm.templates.messages import THINK, THINK_END
 
 # Prompts whose length is known before a run begins, of headers alone.
 _MEASURED = 256
@@ -79,7 +80,8 @@ class PromptReader(RowReader):
             "loss": True,
         }
         own = vars(opened.with_messages([*opened.messages, answer]))
-        extras = {"references": [*references]} if self.is_asked else {}
+        task = {"task": found.columns["task"]} if "task" in found.columns else {}
+        extras = {"references": [*references], **task} if self.is_asked else {}
         made = {**own, "extras": extras, "row": found.columns, "references": references}
         return PromptConversation(**made)
 
@@ -122,6 +124,45 @@ class Prompts:
             with sample_at(partial(self.place, number)):
                 whole = processor.outline_sample(self.data.conversation(number))
                 self._check(int(np.argmax(whole["labels"] >= 0)), longest)
+
+    def check_reasoning(self, patterns: Sequence[str]) -> None:
+        """Check that the first prompts leave answers the reasoning that is scored. An answer is
+        scored as it was sampled, from where its prompt ends.
+
+        Args:
+            patterns: of rewards.
+
+        Raises:
+            ValueError: a template has written what a pattern asks for, or the tokenizer hides it.
+        """
+        asking = [each for each in patterns if THINK in each or THINK_END in each]
+        for number in range(min(len(self), _MEASURED)):
+            processor, _ = self.data.limits(self.data.row_of(number))
+            with sample_at(partial(self.place, number)):
+                prompt = self.conversation(number).prompt
+                text = processor.template.text(prompt, add_generation_prompt=True).rstrip()
+            problem, opens = None, text.endswith(THINK)
+            special = {THINK, THINK_END} & {*processor.tokenizer.special_tokens.values()}
+            if special and (opens or asking):
+                problem = (
+                    f"the tokenizer calls {min(special)} a special token, which texts of answers "
+                    "are without, so that no reward tells the reasoning from the answer: set "
+                    '"special": false for it in tokenizer.json'
+                )
+            elif asking and text.endswith(THINK_END):
+                problem = (
+                    f"the prompt ends with {text[-20:]!r}, which closes the reasoning that "
+                    f"grpo.rewards format:{asking[0]} asks answers for: let the template open it, "
+                    "e.g. data.chat_template_kwargs={enable_thinking: true}, or remove that reward"
+                )
+            elif opens and (repeated := [each for each in asking if THINK in each]):
+                problem = (
+                    f"the prompt ends with {THINK}, which no answer repeats, so that none matches "
+                    f"grpo.rewards format:{repeated[0]}: write what follows it, e.g. "
+                    f"format:.+{THINK_END}.+"
+                )
+            if problem is not None:
+                raise ValueError(f"{self.place(number)}: {problem}")
 
     def in_epoch(self, epoch: int) -> "Prompts":
         """The prompts with the number of another epoch."""

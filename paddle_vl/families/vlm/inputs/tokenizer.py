@@ -133,7 +133,7 @@ class TextTokenizer:
 
 
 def _is_qwen3_5(model_type: str) -> bool:
-    return model_type.startswith("qwen3_5")
+    return model_type.startswith(("qwen3_5", "qwen4_exp", "qwen3_8_flash_next"))
 
 
 def _hf_class(model_type: str) -> str:

@@ -77,8 +77,14 @@ class VLFlops(FlopCounter):
         normed = layer.norm("post_attention_layernorm", rows)
         if not text.has_experts(number):
             return rows | layer.mlp("mlp", width, text.intermediate_size, normed)
+        return rows | cls.experts(layer, text, normed)
+
+    @classmethod
+    def experts(cls, layer: Operations, text: Any, normed: bool) -> bool:
+        """Count the experts of a token, with one that every token goes to if there is one."""
+        width = text.hidden_size
         size = text.num_experts_per_tok * width * text.moe_intermediate_size
-        rows |= layer.linear("mlp.gate", width, text.num_experts, normed)
+        rows = layer.linear("mlp.gate", width, text.num_experts, normed)
         hidden = layer.matrix("mlp.experts.gate_up_proj", 2 * size, normed)
         rows |= layer.matrix("mlp.experts.down_proj", size, hidden)
         if inner := getattr(text, "shared_expert_intermediate_size", 0):
@@ -90,6 +96,10 @@ class VLFlops(FlopCounter):
     def mixer(cls, layer: Operations, text: Any, number: int, normed: bool) -> bool:
         """Count attention, or what a family has in its place in that layer."""
         return attention(layer, text, normed)
+
+    def last_norm(self, head: Operations, rows: bool) -> bool:
+        """Count what is between the last layer and the head."""
+        return head.norm(f"{self.decoder}.norm", rows)
 
     def tower(self, operations: Operations) -> tuple[bool, list[bool]]:
         """Count the tower: whether gradients reach its output and each deepstack level."""
@@ -105,7 +115,7 @@ class VLFlops(FlopCounter):
             if has_visual and layer < len(levels):
                 rows |= levels[layer]
         head = operations.at("predictions")
-        rows = head.norm(f"{self.decoder}.norm", rows)
+        rows = self.last_norm(head, rows)
         if self.config.tie_word_embeddings:
             head.matrix(embedding, text.hidden_size * text.vocab_size, rows)
         else:

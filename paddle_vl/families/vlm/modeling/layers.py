@@ -220,7 +220,7 @@ def decoder_positions(config: VLConfig, position_ids: Tensor) -> dict[str, Any]:
 def decoder_inputs(config: VLConfig, ops: RegionOps, batch: VLBatch) -> dict[str, Any]:
     """What all decoder layers share, of a batch on the device: positions, and where there are such
     the mask of left-padded rows, packed samples, and the rows that go to experts."""
-    inputs = decoder_positions(config, batch.position_ids)
+    inputs = decoder_positions(config, batch.position_ids) | {"input_ids": batch.input_ids}
     offsets, shape = batch.cu_seqlens, tuple(batch.input_ids.shape)
     # With one segment per row, causal attention suffices.
     if offsets is not None and len(offsets) > shape[0] + 1:
@@ -475,7 +475,7 @@ class VLDecoderLayer(nn.Layer):
 
 
 class VLLanguageModel(nn.Layer, ABC):
-    """Embedding, decoder layers with deepstack levels, and the final norm.
+    """Embedding, decoder layers with deepstack levels, and the final norm or what is in its place.
 
     A family makes the layers, see `VLDecoderLayer`: called with the token rows, `RotaryTables`, the
     key bias or what the caches share, a cache, `PackedSamples` and `RoutedRows`, they return the
@@ -486,8 +486,11 @@ class VLLanguageModel(nn.Layer, ABC):
 
     Attributes:
         norm_class: of the final norm.
+        own_inputs: names of the decoder's inputs that layers take behind the arguments of
+            `VLDecoderLayer`.
     """
 
+    own_inputs: ClassVar[tuple[str, ...]] = ()
     norm_class: ClassVar[type[RMSNorm | GemmaRMSNorm]] = RMSNorm
 
     def __init__(self, config: VLConfig, placement: Placement):
@@ -509,14 +512,24 @@ class VLLanguageModel(nn.Layer, ABC):
             [DeepstackLayer() for _ in config.vision_config.deepstack_visual_indexes]
         )
         self.norm: Any = (
-            placement.layers.row_wise(self.norm_class(text.hidden_size, text.rms_norm_eps))
-            if placement.stage_layers.head
-            else None
+            placement.layers.row_wise(self.make_norm(text)) if placement.stage_layers.head else None
         )
 
     @abstractmethod
     def make_layer(self, config: Any, placement: Placement, number: int) -> nn.Layer:
         """The decoder layer of that number, of the text configuration."""
+
+    def make_norm(self, config: Any) -> nn.Layer:
+        """What makes the head's rows `[T, D]` of the last layer's, of the text configuration."""
+        return self.norm_class(config.hidden_size, config.rms_norm_eps)
+
+    def row_width(self, config: Any) -> int:
+        """Numbers of a token row between layers, of the text configuration."""
+        return config.hidden_size
+
+    def entering(self, x_TD: Tensor) -> Tensor:
+        """What the first layer gets of the embedded token rows."""
+        return x_TD
 
     def run(
         self,
@@ -551,7 +564,7 @@ class VLLanguageModel(nn.Layer, ABC):
 
         Args:
             layers: numbers of the layers.
-            x_TD: this rank's token rows.
+            x_TD: this rank's token rows; for the first layer the embedded ones.
             levels: deepstack levels `[M_local, D]` by the layer that they follow.
             inputs: `rotary_pos_emb`, and optionally `attention_mask`, `packed`, `routed_rows` and
                 `visual_update_indices`, of `decoder_inputs` and `GPTEmbedding`.
@@ -564,14 +577,17 @@ class VLLanguageModel(nn.Layer, ABC):
         if caches is not None:
             key_bias = caches[layers[0]].mask(inputs["position_ids"].shape[-1], key_bias)
         packed, rows = inputs.get("packed"), inputs.get("routed_rows")
+        own = [inputs[name] for name in self.own_inputs]
+        if layers.start == 0:
+            x_TD = self.entering(x_TD)
         for i in layers:
             cache = None if caches is None else caches[i]
             shared = (tables, key_bias, cache, packed)
             if balance is not None and self.layers[i].has_experts:
-                x_TD, sums_2E = self.layers[i](x_TD, *shared, rows, True)
+                x_TD, sums_2E = self.layers[i](x_TD, *shared, rows, True, *own)
                 balance.add(sums_2E)
             else:
-                x_TD = self.layers[i](x_TD, *shared, rows)
+                x_TD = self.layers[i](x_TD, *shared, rows, *((False, *own) if own else ()))
             if i in levels:
                 x_TD = self.deepstack_layers[i](x_TD, levels[i], inputs["visual_update_indices"])
         return x_TD

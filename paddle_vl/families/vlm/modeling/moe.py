@@ -31,7 +31,7 @@ class Routing(NamedTuple):
     Attributes:
         logits: `[R, E]` in the dtype of the token rows.
         probabilities: `[R, E]` float32, the softmax of the logits.
-        weights: `[R, K]` weights of the K most probable experts, of sum 1, in the rows' dtype.
+        weights: `[R, K]` weights of the K most probable experts, in the rows' dtype.
         indices: `[R, K]` int64 numbers of these experts.
     """
 
@@ -42,10 +42,12 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Layer):
-    """Softmax over all experts in float32, the K largest of it, normalized to sum 1."""
+    """Softmax over all experts in float32, the K largest of it, which `normalizes` scales to sum
+    1."""
 
-    def __init__(self, linear: nn.Layer, num_experts_per_tok: int):
+    def __init__(self, linear: nn.Layer, num_experts_per_tok: int, normalizes: bool = True):
         super().__init__()
+        self.normalizes = normalizes
         # The checkpoint key is `gate.weight`, so the linear itself is not a sublayer.
         self.weight, self.num_experts_per_tok = linear.weight, num_experts_per_tok
 
@@ -58,7 +60,8 @@ class Router(nn.Layer):
         else:
             chosen_RK = indices_RK
             weights_RK = paddle.take_along_axis(probabilities_RE, chosen_RK, axis=-1)
-        weights_RK = weights_RK / weights_RK.sum(axis=-1, keepdim=True)
+        if self.normalizes:
+            weights_RK = weights_RK / weights_RK.sum(axis=-1, keepdim=True)
         # Paddle treats the indices as differentiable, which fails if the router is the first
         # trained layer.
         chosen_RK = chosen_RK.detach()
@@ -73,7 +76,9 @@ class SparseMoE(nn.Layer):
         self.placement = placement
         width, std = config.hidden_size, config.initializer_range
         self.gate = Router(
-            placement.layers.router(width, config.num_experts, std), config.num_experts_per_tok
+            placement.layers.router(width, config.num_experts, std),
+            config.num_experts_per_tok,
+            getattr(config, "norm_topk_prob", True),
         )
         self.experts = placement.layers.experts(
             config.num_experts, width, config.moe_intermediate_size, std

@@ -14,7 +14,7 @@ from paddle_vl.data.formats.canonical import Conversation, strings_in
 Message = Mapping[str, Any]
 # In the order in which HF reads them.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-_THINK_END = "</think>"
+THINK, THINK_END = "<think>", "</think>"
 
 
 def without_earlier_reasoning(conversation: Conversation) -> Conversation:
@@ -79,7 +79,7 @@ def reasoning(message: Message) -> str | None:
 
 def has_reasoning(message: Message) -> bool:
     """Whether a message brings reasoning, under a key or in its text."""
-    return bool(reasoning(message)) or any(_THINK_END in text for text in _texts(message))
+    return bool(reasoning(message)) or any(THINK_END in text for text in _texts(message))
 
 
 def _texts(message: Message) -> Iterator[str]:
@@ -97,7 +97,7 @@ def _without_reasoning(message: Message) -> Message:
         return message
     kept = {key: value for key, value in message.items() if key not in _REASONING}
     first, *more = kept.get("content") or [{}]
-    thought, end, answer = first.get("text", "").partition(_THINK_END)
-    if end and thought.lstrip().startswith("<think>"):
+    thought, end, answer = first.get("text", "").partition(THINK_END)
+    if end and thought.lstrip().startswith(THINK):
         kept["content"] = [{"type": "text", "text": answer.lstrip("\n")}, *more]
     return kept

@@ -98,7 +98,7 @@ class VLStage:
 
     def _shape(self, tokens: int, visual: int) -> tuple[int, int]:
         rows = tokens + len(self.travelling(self.layers.start)) * visual
-        width = self.model.config.text_config.hidden_size
+        width = self.model.language_model.row_width(self.model.config.text_config)
         if self.sends_sums:
             rows += num_float32_rows(self.sums_shape, width, self._dtype)
         return rows, width

@@ -6,7 +6,7 @@ import pytest
 
 from paddle_vl import LoRAConfig, Qwen3_5ForConditionalGeneration
 from paddle_vl.config.families import family_of_folder
-from paddle_vl.families.qwen3_5.flops import Qwen3_5Flops
+from paddle_vl.families.vlm.modeling.delta_flops import DeltaFlops
 from paddle_vl.families.vlm.recipe import model_shape
 from paddle_vl.families.vlm.training.pipeline import layer_costs
 from paddle_vl.parallel.degrees import ParallelDegrees, TopologyPlan, plan_problems
@@ -81,7 +81,7 @@ def test_key_heads_must_divide_by_the_ranks():
 def test_operations_are_those_of_the_matrix_products(text):
     """By hand, per token of a text without padding; the head and attention's pairs apart."""
     config = tiny_qwen3_5_config(**text)
-    counter, batch = Qwen3_5Flops(config), tiny_qwen3_vl_batch([1, 2, 3, 4, 5])
+    counter, batch = DeltaFlops(config), tiny_qwen3_vl_batch([1, 2, 3, 4, 5])
     rule = 8 * (64 * (2 * 4 + (4 + 6) // 2 + 6) + 3 * 4 * 6)
     delta = 16 * (2 * 16 + 48 + 48 + 2 * 8) + 48 * 16
     attention = 16 * (2 * 128 + 2 * 32) + 128 * 16

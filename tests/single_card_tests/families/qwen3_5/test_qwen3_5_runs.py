@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from paddle_vl import Qwen3_5ForConditionalGeneration
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
-from paddle_vl.families.qwen3_5.config import FULL, LINEAR
+from paddle_vl.families.vlm.modeling.delta_config import FULL, LINEAR
 from paddle_vl.nn.delta_rule import CHUNK
 from paddle_vl.testing import emulated_bfloat16, tiny_qwen3_5_config
 from tests.single_card_tests.train.tiny_run import MODEL_3_5, write_tiny_run

@@ -124,3 +124,49 @@ def test_the_commands_ask_without_thinking_and_compare_what_follows_it(
     with pytest.raises(SystemExit):
         main([*command, "--chat-template-kwargs", "enable_thinking"])
     assert "'enable_thinking' is no mapping like" in capsys.readouterr().err
+
+
+SPECIAL = "SPECIAL"
+
+
+@pytest.mark.parametrize(
+    ("more", "pattern", "message"),
+    [
+        ([], "<think>.+</think>.+", r"rows\.jsonl:1: the prompt ends with <think>, which no"),
+        ([], ".+</think>.+", None),
+        ([OFF], ".+</think>.+", r"which closes the reasoning that grpo\.rewards format:\.\+<"),
+        ([OFF], r"\d+", None),
+        ([SPECIAL], r"\d+", "the tokenizer calls </think> a special token"),
+    ],
+    ids=["opened", "continued", "closed", "without", "special"],
+)
+def test_a_reward_of_reasoning_that_no_answer_can_have_is_refused(
+    run_file, tmp_path, more, pattern, message
+):
+    given = [
+        *("train.objective=grpo", "grpo.num_generations=2", "grpo.max_completion_length=4"),
+        f"grpo.rewards=['format:{pattern}']",
+        *(each for each in more if each != SPECIAL),
+    ]
+    if SPECIAL in more:
+        folder = tmp_path / "processor"
+        shutil.copytree(run_file.with_name("processor"), folder)
+        values = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        for token in values["added_tokens"]:
+            token["special"] |= token["content"] == "</think>"
+        (folder / "tokenizer.json").write_text(json.dumps(values), encoding="utf-8")
+        given.append(f"data.processor={folder}")
+    config = load_run_config(run_file, settings(tmp_path, [[QUESTION]], *given))
+    if message is None:
+        assert run_family(config).samples_answers
+    else:
+        with pytest.raises(ValueError, match=message):
+            run_family(config)
+
+
+def test_a_prompt_whose_reasoning_its_template_drops_is_refused(run_file, tmp_path):
+    talk = TALKS["reasoning_history"]["messages"][:3]
+    given = settings(tmp_path, [talk], "train.objective=grpo", "grpo.rewards=['format:4']")
+    config = load_run_config(run_file, [*given, "grpo.num_generations=2"])
+    with pytest.raises(BadSampleError, match=r"rows\.jsonl:1: .*earlier_reasoning"):
+        run_family(config)

@@ -1,5 +1,5 @@
-"""Configurations of Qwen3-VL and Qwen3.5, and damaged ones of policies. Keys and shapes of models
-are those of test_golden.py."""
+"""Configurations of Qwen3-VL, Qwen3.5 and Qwen4-Exp, and damaged ones of policies. Keys and shapes
+of models are those of test_golden.py."""
 
 import json
 from math import prod
@@ -13,18 +13,26 @@ from paddle_vl import (
     Qwen3_5ForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen4ExpConfig,
+    Qwen4ExpForConditionalGeneration,
 )
+from paddle_vl.config.families import family_of, model_values
 from paddle_vl.families.qwen3_5.sizes import SIZE_NAMES as SIZES_3_5
 from paddle_vl.families.qwen3_vl.sizes import SIZE_NAMES
 from paddle_vl.generation.config import GenerationConfig
-from paddle_vl.testing import EXPERTS_3_5, tiny_qwen3_5_config, tiny_qwen3_vl_config
+from paddle_vl.testing import (
+    EXPERTS_3_5,
+    tiny_qwen3_5_config,
+    tiny_qwen3_vl_config,
+    tiny_qwen4_exp_config,
+)
 from paddle_vl.testing.qwen3_vl import EXPERTS
 from tests.support.tiny import GOLDEN, tiny_config
 
 KINDS = ["dense_tied", "dense_untied", "moe"]
 MADE = [
     tiny_qwen3_vl_config(), tiny_qwen3_vl_config(**EXPERTS),
-    tiny_qwen3_5_config(), tiny_qwen3_5_config(**EXPERTS_3_5),
+    tiny_qwen3_5_config(), tiny_qwen3_5_config(**EXPERTS_3_5), tiny_qwen4_exp_config(),
 ]  # fmt: skip
 DENSE = (MADE[0], MADE[2])
 
@@ -39,9 +47,13 @@ def refusal(config_class, values: dict, tmp_path) -> str:
 # Files.
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("family", "config_class"), [("qwen_vl", Qwen3VLConfig), ("qwen3_5", Qwen3_5Config)]
+    ("family", "config_class", "kind"),
+    [
+        *(("qwen_vl", Qwen3VLConfig, kind) for kind in KINDS),
+        *(("qwen3_5", Qwen3_5Config, kind) for kind in KINDS),
+        *(("qwen4_exp", Qwen4ExpConfig, kind) for kind in ("full", "sparse", "ple")),
+    ],
 )
 def test_both_dialects_give_the_same_and_what_is_written_is_read_again(
     family, config_class, kind, tmp_path
@@ -57,9 +69,16 @@ def test_both_dialects_give_the_same_and_what_is_written_is_read_again(
     assert written == config.to_dict()
     config.save_pretrained(tmp_path)
     assert config_class.from_pretrained(tmp_path) == config
-    if family == "qwen3_5":
-        for key in ("layer_types", "rope_parameters"):
-            assert written["text_config"][key] == new["text_config"][key]
+    if family != "qwen_vl":
+        text = new["text_config"]
+        types = [each.replace("indexed", "full") for each in text["layer_types"]]
+        assert written["text_config"]["layer_types"] == types
+        assert written["text_config"]["rope_parameters"] == text["rope_parameters"]
+        if family == "qwen4_exp":
+            # What transformers writes of the decoder, but for those types.
+            alike = set(text) - {"layer_types", "dtype", "use_cache"}
+            assert alike == set(written["text_config"]) - {"layer_types"}
+            assert all(written["text_config"][key] == text[key] for key in alike)
         return
     for key in ("model_type", "architectures"):
         assert written[key] == published[key]
@@ -75,6 +94,8 @@ def test_what_hf_writes_without_effect_is_read_over(made):
     values["quantization_config"] = None
     values["text_config"] |= {"use_cache": True, "pruned_heads": {}, "dtype": "bfloat16"}
     values["vision_config"] |= {"return_dict": True}
+    if made is MADE[4]:
+        values["text_config"] |= {"number_of_conv_states": 1, "full_attention_interval": 1}
     if made is MADE[3]:
         values["text_config"] |= {
             "norm_topk_prob": False, "mlp_only_layers": [0], "decoder_sparse_step": 2,
@@ -199,17 +220,21 @@ COUNTS = {
 BILLIONS = {
     "qwen3.5-0.8b": 0.853, "qwen3.5-2b": 2.213, "qwen3.5-4b": 4.539, "qwen3.5-9b": 9.410,
     "qwen3.5-27b": 27.36, "qwen3.5-35b-a3b": 35.11, "qwen3.5-122b-a10b": 122.6,
-    "qwen3.5-397b-a17b": 396.8,
+    "qwen3.5-397b-a17b": 396.8, "qwen3.8-2.4t-a95b": 2420.3, "qwen3.8-flash-next": 177.392830576,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*SIZE_NAMES, *BILLIONS])
 def test_a_size_has_the_published_count_allocates_nothing_and_survives_its_file(name, tmp_path):
     is_new = name in BILLIONS
-    config = (Qwen3_5Config if is_new else Qwen3VLConfig).named(name)
+    config_class, model_class = Qwen3VLConfig, Qwen3VLForConditionalGeneration
+    if is_new:
+        config_class, model_class = Qwen3_5Config, Qwen3_5ForConditionalGeneration
+    if name == "qwen3.8-flash-next":
+        config_class, model_class = Qwen4ExpConfig, Qwen4ExpForConditionalGeneration
+    config = config_class.named(name)
     config.save_pretrained(tmp_path)
     assert type(config).from_pretrained(tmp_path) == config
-    model_class = Qwen3_5ForConditionalGeneration if is_new else Qwen3VLForConditionalGeneration
     with paddle.LazyGuard():
         model = model_class(config)
     assert not any(parameter._is_initialized() for parameter in model.parameters())
@@ -232,6 +257,7 @@ def test_names_of_the_hub_and_later_generations_are_understood_and_others_refuse
          ("Qwen/Qwen3-VL-30B-A3B-Thinking", "Qwen3-VL-30B-A3B-Instruct")),
         (Qwen3_5Config, "qwen3.5-27b", ("Qwen/Qwen3.8-27B",)),
         (Qwen3_5Config, "qwen3.5-35b-a3b", ("Qwen3.6-35B-A3B",)),
+        (Qwen4ExpConfig, "qwen3.8-flash-next", ("Qwen/Qwen3.8-Flash-Next",)),
     ):  # fmt: skip
         for name in names:
             assert config_class.named(name) == config_class.named(size)
@@ -239,6 +265,9 @@ def test_names_of_the_hub_and_later_generations_are_understood_and_others_refuse
         Qwen3VLConfig.named("qwen3-vl-7b")
     with pytest.raises(ValueError, match=f"'qwen3.5-5b' is not a size.*{SIZES_3_5[0]}"):
         Qwen3_5Config.named("qwen3.5-5b")
+    of_runs = {"qwen3.8-27b": "Qwen3.5", "Qwen/Qwen3.8-Flash-Next": "Qwen4-Exp"}
+    for name, family in of_runs.items():
+        assert family_of(model_values(name)).name == family
 
 
 # Values that make no sense.
@@ -285,12 +314,20 @@ def test_sizes_that_make_no_sense_are_refused(config_class, base, sections, name
         assert f"{name} is {value!r}; it must be" in refusal(config_class, values, tmp_path)
 
 
+def of_exp(**text) -> dict:
+    made = tiny_qwen4_exp_config().to_dict()
+    made["text_config"] |= text
+    return made
+
+
 def values_3_5(**text) -> dict:
     made = tiny_qwen3_5_config().to_dict()
     made["text_config"] |= text
     return made
 
 
+INDEXER = [f"indexer_{name}" for name in ("n_heads", "kv_heads", "head_dim", "budget")]
+INDEXER.append("indexer_compress_ratio")
 REFUSED: dict[str, list[tuple[str, dict, str]]] = {
     "Qwen3-VL": [
         ("text_config", {"rope_theta": 0}, "rope_theta is 0; it must be above 1"),
@@ -348,6 +385,40 @@ REFUSED: dict[str, list[tuple[str, dict, str]]] = {
         ("", {"model_type": "qwen3_vl"}, "model_type is 'qwen3_vl'"),
         ("", {"model_type": "qwen3_5_text"}, "'qwen3_5_text', a decoder alone"),
     ],
+    "Qwen4-Exp": [
+        ("text_config", {"indexer_kv_heads": 2}, "indexer_kv_heads is 2; it must be .* 1"),
+        ("text_config", {"indexer_budget": 5}, "indexer_budget 5 is not .*_compress_ratio 2"),
+        ("text_config", {"indexer_head_dim": 4}, "indexer_head_dim 4 is below the 8 rotated"),
+        ("text_config", {"indexer_n_heads": 0}, "indexer_n_heads is 0; it must be at least 1"),
+        ("text_config", {"indexer_budget": None}, "indexer_budget must be given beside .*ratio 2"),
+        ("text_config", dict.fromkeys(INDEXER), "layer_types has attention.*n_heads, .*missing"),
+        ("text_config", {"ple_layer_ids": [0, 1]}, r"ple_layer_ids \[0\] lie outside .* 1 to 3"),
+        ("text_config", {"ple_layer_ids": [4]}, r"ple_layer_ids \[4\] lie outside .* 1 to 3"),
+        ("text_config", {"ple_layer_ids": [2]}, r"ple_layer_ids \[2\] are attention layers"),
+        ("text_config", {"ple_embed_dim": 18}, "ple_embed_dim 18 is not a multiple of the 4 hash"),
+        ("text_config", {"ple_embed_dim": 0}, "ple_embed_dim is 0; it must be at least 1"),
+        ("text_config", {"ngram_size": 1}, "ngram_size is 1; it must be at least 2"),
+        ("text_config", {"ple_conv_kernel_size": 0}, "ple_conv_kernel_size is 0"),
+        ("text_config", {"split_ngram_parts": 0}, "split_ngram_parts is 0; it must be at least 1"),
+        ("text_config", {"ngram_vocab_size_base": 0}, "ngram_vocab_size_base is 0"),
+        ("text_config", {"make_ngram_vocab_size_divisible_by": 0}, "divisible_by is 0"),
+        ("text_config", {"eos_token_id": None}, "eos_token_id is None; .* token below .* 64"),
+        ("text_config", {"eos_token_id": []}, r"eos_token_id is \[\]; .* token below .* 64"),
+        ("text_config", {"eos_token_id": 64}, "eos_token_id is 64; .* token below .* 64"),
+        ("text_config", {"pad_token_id": 64}, "pad_token_id 64 lies outside vocab_size 64"),
+        ("text_config", {"hc_count": 1}, "hc_count is 1; it must be at least 2"),
+        ("text_config", {"output_gate_type": "swish"}, "'swish'; only 'silu' or 'sigmoid'"),
+        ("text_config", {"layer_types": ["mamba"] * 3}, "mamba"),
+        ("text_config", {"num_experts_per_tok": 7}, "num_experts_per_tok is 7; .* num_experts 6"),
+        ("text_config", {"num_experts": 0}, "num_experts is 0; it must be at least 1"),
+        ("text_config", {"ple_embedding_dtype": "float8_e4m3fn"}, "'float8_e4m3fn'; only"),
+        ("text_config", {"rope_parameters": None, "mrope_section": [11, 11, 10]}, "rope_theta is"),
+        ("text_config", {"sliding": 3}, "does not know the keys .'sliding'."),
+        ("vision_config", {"out_hidden_size": 8}, "out_hidden_size 8 differs from .* 16"),
+        ("", {"quantization_config": {"quant_method": "fp8"}}, "_config is 'fp8'; quantized weigh"),
+        ("", {"model_type": "qwen4_exp_text"}, "'qwen4_exp_text', a decoder alone"),
+        ("", {"model_type": "qwen3_5_moe"}, "'qwen3_5_moe'; 'qwen4_exp' is needed"),
+    ],
     "pi07": [
         ("", {"dataset_names": ["a", "a"]}, "dataset_names is"),
         ("", {"dataset_names": []}, "dataset_names is"),
@@ -367,6 +438,7 @@ REFUSED: dict[str, list[tuple[str, dict, str]]] = {
 BASES = {
     "Qwen3-VL": (Qwen3VLConfig, tiny_config(**EXPERTS).to_dict),
     "Qwen3.5": (Qwen3_5Config, values_3_5),
+    "Qwen4-Exp": (Qwen4ExpConfig, of_exp),
     "pi07": (PI07Config, dict),
 }
 
@@ -381,6 +453,37 @@ def test_values_that_make_no_sense_are_refused(family, section, given, message, 
     (values.setdefault(section, {}) if section else values).update(given)
     with pytest.raises(ValueError, match=message):
         raise ValueError(refusal(config_class, values, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ({"layer_types": ["linear_attention", "indexed_attention", "linear_attention"]}, {}),
+        ({"layer_types": ["linear_attention", "qwen_sparse_attention", "linear_attention"]}, {}),
+        ({"ple_layer_ids": [3, 1, 3]}, {}),
+        (
+            {"ple_layer_ids": None, "eos_token_id": None},
+            {"ple_layer_ids": [], "ngram_layers": [], "ngram_boundary": None},
+        ),
+        ({"ple_embed_dim": None}, {"ple_embed_dim": 16, "ngram_width": 4}),
+        ({"eos_token_id": [7, 5]}, {"ngram_boundary": 7}),
+        ({"output_gate_type": None}, {"output_gate": "silu"}),
+        ({"pad_token_id": 9}, {"padding_idx": 9}),
+    ],
+)
+def test_spellings_of_qwen4_exp_mean_the_same(text, read):
+    """Also the type that early exports have."""
+    wanted = {"ple_layer_ids": [1, 3], "ngram_layers": [0, 2], "ngram_boundary": 5} | read
+    for early in (False, True):
+        values = of_exp(**text)
+        if early:
+            values["model_type"] = "qwen3_8_flash_next"
+            values["text_config"]["model_type"] = "qwen3_8_flash_next_text"
+            values["vision_config"]["model_type"] = "qwen3_8_flash_next"
+        found = Qwen4ExpConfig.from_dict(values)
+        assert found.to_dict()["model_type"] == "qwen4_exp"
+        assert [found.text_config.is_full(i) for i in range(3)] == [False, True, False]
+        assert {name: getattr(found.text_config, name) for name in wanted} == wanted
 
 
 def test_a_dense_model_knows_no_experts(tmp_path):

@@ -12,7 +12,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from paddle_vl import LoRAConfig, Qwen3_5ForConditionalGeneration, Qwen3VLForConditionalGeneration
+from paddle_vl import (
+    LoRAConfig,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3VLForConditionalGeneration,
+    Qwen4ExpForConditionalGeneration,
+)
 from paddle_vl.checkpoint.safetensors_io import StoredTensor
 from paddle_vl.cli.main import main
 from paddle_vl.config.families import family_of_folder
@@ -20,7 +25,12 @@ from paddle_vl.families.vlm.answering.engines import ENGINES
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.modeling.config import EMBEDDING_KEY, TOKEN_IDS
 from paddle_vl.nn.linear import default_dtype
-from paddle_vl.testing import EXPERTS_3_5, tiny_qwen3_5_config, tiny_qwen3_vl_config
+from paddle_vl.testing import (
+    EXPERTS_3_5,
+    tiny_qwen3_5_config,
+    tiny_qwen3_vl_config,
+    tiny_qwen4_exp_config,
+)
 from paddle_vl.testing.qwen3_vl import EXPERTS
 from paddle_vl.testing.tiny_run import TINY_EXPERTS, VOCABULARY, write_tiny_run
 from tests.single_card_tests.families.vlm.test_model_files import divide_experts
@@ -38,6 +48,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], str, int | None, tuple[str, ...]]] = {
     "3.5": ({}, "float32", None, WITHOUT_FASTDEPLOY),
     "3.5 tied bfloat16": ({"tie_word_embeddings": True}, "bfloat16", None, WITHOUT_FASTDEPLOY),
     "3.5 moe": (EXPERTS_3_5, "float32", None, WITHOUT_FASTDEPLOY),
+    "4": ({"indexer_budget": 1024}, "float32", None, WITHOUT_FASTDEPLOY),
 }
 
 
@@ -49,9 +60,11 @@ def root(tmp_path_factory) -> Path:
     processor = VLProcessor.from_pretrained(root / "processor")
     ids = {name: getattr(processor, name) for name in TOKEN_IDS}
     for kind, (text, dtype, max_shard_bytes, _) in WRITTEN.items():
-        is_new = kind.startswith("3.5")
-        make = tiny_qwen3_5_config if is_new else tiny_qwen3_vl_config
-        model_class = Qwen3_5ForConditionalGeneration if is_new else Qwen3VLForConditionalGeneration
+        make, model_class = tiny_qwen3_vl_config, Qwen3VLForConditionalGeneration
+        if kind.startswith("3.5"):
+            make, model_class = tiny_qwen3_5_config, Qwen3_5ForConditionalGeneration
+        elif kind == "4":
+            make, model_class = tiny_qwen4_exp_config, Qwen4ExpForConditionalGeneration
         with default_dtype(dtype):
             model = model_class.from_config(replace(make(vocab_size=VOCABULARY, **text), **ids))
         model.generation_config = processor.generation_config
@@ -210,6 +223,18 @@ def template_of_the_tokenizer(folder: Path) -> None:
     config(lambda v: v.update(chat_template="{{ messages }}"), "tokenizer_config.json")(folder)
 
 
+def table(arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """The first layer's table of n-grams, whose parts the arrays lose."""
+    return np.concatenate([arrays.pop(f"{TABLE}shard_{number}.weight") for number in range(4)])
+
+
+def split_table(arrays: dict[str, np.ndarray], count: int) -> None:
+    pieces = np.array_split(table(arrays), count)
+    arrays.update({f"{TABLE}shard_{i}.weight": each for i, each in enumerate(pieces)})
+
+
+TABLE = "model.language_model.layers.0.ple.ple_embedding.ngram_embedding."
+INDEXED = ["linear_attention", "indexed_attention", "linear_attention"]
 INDEX, IMAGES = "model.safetensors.index.json", "preprocessor_config.json"
 NORM, MERGER = "model.language_model.norm.weight", "model.visual.merger.norm.weight"
 UP = "model.language_model.layers.0.mlp.up_proj.weight"
@@ -255,6 +280,29 @@ SPOILT: dict[str, tuple[str, Callable[[Path], object], Told]] = {
     ),
     "square experts that are swapped": ("square moe", tensors(swap_experts), [(HF, ())]),
     "single experts of 3.5": ("3.5 moe", tensors(divide_experts), [(WITHOUT_FASTDEPLOY, ())]),
+    "attention of transformers' name": (
+        "4", config(lambda v: v["text_config"].update(layer_types=INDEXED)),
+        [(VLLM, ("refused: config.json: layer_types has indexed_attention, not linear_atten",)),
+         (SGLANG + HF, ())],
+    ),
+    "few blocks": (
+        "4", config(lambda v: v["text_config"].update(indexer_budget=8)),
+        [(VLLM, ("refused: config.json: indexer_budget / indexer_compress_ratio is 4, not 512",)),
+         (SGLANG + HF, ())],
+    ),
+    "no kind of gate": (
+        "4", config(lambda v: v["text_config"].update(output_gate_type=None)),
+        [(VLLM, ("lost: config.json: no text_config.output_gate_type: ",)), (SGLANG + HF, ())],
+    ),
+    "other parts of a table": (
+        "4", tensors(lambda a: split_table(a, 3)),
+        [(SGLANG, (f"lost: {TABLE}weight is in 3 parts, split_ngram_parts is 4: it places",)),
+         (READ, ())],
+    ),
+    "a table in one tensor": (
+        "4", tensors(lambda a: a.update({f"{TABLE}weight": table(a)})),
+        [(SGLANG, (f"refused: {TABLE}weight is one tensor, not parts: save it",)), (READ, ())],
+    ),
     "a head beside a tied embedding": (
         "tied", tensors(lambda a: a.update({"lm_head.weight": a[EMBEDDING_KEY].copy()})),
         [(ALL, ("ignored: lm_head.weight: the embedding is the head",))],

@@ -1,7 +1,7 @@
 """Equality with the PyTorch originals: every quantity and every gradient of the golden cases of
-Qwen3-VL, Qwen3.5 and PaddleOCR-VL, with the kernels of a CPU, compiled and not, the plain
-operations, and those of an A100 and an H100, stubs in place of those that a CPU lacks; and that the
-tool notices faults."""
+Qwen3-VL, Qwen3.5, PaddleOCR-VL and Qwen4-Exp, with the kernels of a CPU, compiled and not, the
+plain operations, and those of an A100 and an H100, stubs in place of those that a CPU lacks; and
+that the tool notices faults."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from paddle_vl.nn import delta_rule
-from parity import paddleocr_vl, qwen3_5, qwen_vl
+from parity import paddleocr_vl, qwen3_5, qwen4_exp, qwen_vl
 from parity.comparison import CaseReport
 from tests.support import forked
 from tests.support.gpu_stubs.attention import FLASH
@@ -40,6 +40,13 @@ FAMILIES: dict[str, tuple[ModuleType, list[str], list[tuple[str, bool]]]] = {
         paddleocr_vl,
         ["gen_left_pad_batch", "gen_tied", "multi_image_right_pad", "packed",
          "some_without_image", "text_only", "tied_one_image"],
+        [("cpu", True), ("compiled", True), ("plain", True)],
+    ),
+    "qwen4_exp": (
+        qwen4_exp,
+        ["gen_left_pad_batch", "gen_one_image", "gen_sparse", "long_text", "multi_image_left_pad",
+         "ngram_hash", "one_image", "packed", "pieces", "ple_rows", "sparse_images",
+         "sparse_text_left_pad", "video"],
         [("cpu", True), ("compiled", True), ("plain", True)],
     ),
 }  # fmt: skip
@@ -87,6 +94,9 @@ def test_golden_case(family, name, kernels, strides):
         ("qwen3_5", "train_traj[dense_untied]", "dense_untied", "compiled"),
         ("qwen3_5", "train_traj[moe]", "moe", "compiled"),
         ("paddleocr_vl", "train_traj[tied]", "tied", "compiled"),
+        ("qwen4_exp", "train_traj[full]", "full", "compiled"),
+        ("qwen4_exp", "train_traj[ple]", "ple", "compiled"),
+        ("qwen4_exp", "train_traj[sparse]", "sparse", "compiled"),
     ],
 )
 def test_golden_training_trajectory(family, case, model, kernels):

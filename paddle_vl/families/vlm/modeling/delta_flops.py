@@ -1,8 +1,8 @@
-"""Floating point operations of Qwen3.5's mixers.
+"""Floating point operations of decoders that mix gated DeltaNet layers and attention.
 
-Gated attention, whose scores grow with the length, or a gated DeltaNet, whose products per token do
-not. Of the convolution and the forward substitution only the latter counts, as the matrix product
-that it is in blocks.
+The scores of gated attention grow with the length, products per token of a DeltaNet do not. Of the
+convolution and the forward substitution only the latter counts, as the matrix product that it is in
+blocks.
 """
 
 from typing import Any
@@ -12,13 +12,13 @@ from paddle_vl.families.vlm.modeling.flops import VLFlops, attention
 from paddle_vl.nn.delta_rule import chunked_size
 
 
-class Qwen3_5Flops(VLFlops):
+class DeltaFlops(VLFlops):
     """Counts the operations of batches, see `FlopCounter`."""
 
     @classmethod
     def mixer(cls, layer: Operations, text: Any, number: int, normed: bool) -> bool:
         if text.is_full(number):
-            return attention(layer, text, normed, query_parts=2)
+            return cls.attention(layer, text, normed)
         width, heads, values = text.hidden_size, text.linear_num_value_heads, text.value_width
         columns = {"qkv": 2 * text.key_width + values, "z": values, "b": heads, "a": heads}
         flows = {
@@ -33,3 +33,8 @@ class Qwen3_5Flops(VLFlops):
         layer.backward["tokens"] += 4 * size * inside
         normed = layer.norm("linear_attn.norm", inside or flows["z"])
         return layer.linear("linear_attn.out_proj", values, width, normed)
+
+    @classmethod
+    def attention(cls, layer: Operations, text: Any, normed: bool) -> bool:
+        """Count the attention of a layer that has it."""
+        return attention(layer, text, normed, query_parts=2)
