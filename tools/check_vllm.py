@@ -57,7 +57,7 @@ def answer_in_vllm(
     llm = LLM(
         str(folder), dtype=options.dtype or dtype_of(folder), max_model_len=options.max_model_len,
         max_num_batched_tokens=options.max_model_len, max_num_seqs=4, enforce_eager=True,
-        limit_mm_per_prompt={"image": 1}, **more,
+        limit_mm_per_prompt={"image": 1}, mm_processor_kwargs={"use_fast": False}, **more,
     )  # fmt: skip
     settings = SamplingParams(
         temperature=0, max_tokens=options.max_new_tokens, logprobs=0, prompt_logprobs=0

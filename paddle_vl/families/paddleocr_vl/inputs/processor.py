@@ -68,7 +68,9 @@ TEMPLATE = f"""\
     {{%- set text = texts | map(attribute='text') | join %}}
     {{%- if message.role == 'user' %}}
         {{{{- 'User: ' }}}}
-        {{%- for part in message.content if part.type == 'image' %}}{{{{- '{_PLACE}' }}}}{{%- endfor %}}
+        {{%- for part in message.content if part.type == 'image' %}}
+            {{{{- '{_PLACE}' }}}}
+        {{%- endfor %}}
         {{{{- text ~ '\\n' }}}}
     {{%- elif message.role == 'assistant' %}}
         {{{{- 'Assistant:\\n' ~ text ~ '{SENTENCE_END}' }}}}
