@@ -30,7 +30,7 @@ from engine_answers import Engine, Questions, answer_inside, compare, parser
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.1}
 # Those that vLLM's kernels on the CPU have in bfloat16 alone.
 _BFLOAT16_ALONE = ("qwen3_5", "qwen3_5_moe")
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
@@ -42,7 +42,7 @@ def answer_in_vllm(
 ) -> Iterator[Any]:
     """Prompt ids, log-probabilities of the ids after the first, and tokens of each question; in
     vLLM's process."""
-    os.environ.update(_ENVIRONMENT)
+    os.environ.update(ENVIRONMENT)
     from PIL import Image
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
     from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
