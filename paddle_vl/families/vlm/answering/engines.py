@@ -116,7 +116,8 @@ ENGINES = {
         layers=("linear_attention", "full_attention"),
         blocks=(512, 2048),
         reads_all_files=True,
-        features=("rsLoRA", _TOWER),
+        adapted=(*_QWEN3_VL, "qwen3_5"),
+        features=("rsLoRA", "ranks or alphas by module", _TOWER),
         max_rank=16,
     ),
     "sglang": EngineRules(

@@ -121,10 +121,11 @@ def test_averaged_weights_of_a_run_fit_without_reading_them(engine, root, monkey
         ({"target_modules": ["q_proj", "qkv"]}, "need --enable-tower-connector-lora", "tower", ""),
         (
             {"use_dora": True, "rank_pattern": {"q_proj": 2}},
-            "DoRA and ranks or alphas",
+            "no DoRA: merge them",
             "DoRA",
             "no DoRA: merge them",
         ),
+        ({"rank_pattern": {"q_proj": 2}}, "", "ranks or alphas by module", ""),
         ({"modules_to_save": ["mergers"]}, "modules_to_save", "modules_to_save", ""),
     ],
 )

@@ -16,6 +16,7 @@ from paddle_vl import (
     Qwen3_5ForConditionalGeneration,
     Qwen3VLForConditionalGeneration,
 )
+from paddle_vl.cli.main import main
 from paddle_vl.families.paddleocr_vl.inputs.processor import TEMPLATE
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.modeling.config import TOKEN_IDS
@@ -80,21 +81,32 @@ def lines(root: Path, folder: Path, adapter: Path | None = None) -> list[str]:
 
 @pytest.mark.parametrize("kind", [*KINDS, "ocr"])
 def test_a_folder_gives_our_answers(kind, root):
+    assert main(["check-folder", str(root / kind), "--for", "vllm"]) == 0
     found = lines(root, root / kind)
     assert [line for line in found if not line.startswith("equal: ")] == []
     assert len(found) == 3
 
 
-@pytest.mark.parametrize("modules", [["q_proj", "down_proj"], ["o_proj", "qkv", "linear_fc1"]])
-def test_an_adapter_gives_our_answers(modules, root, tmp_path):
-    model = Qwen3VLForConditionalGeneration.from_pretrained(root / "dense")
-    model.add_lora(LoRAConfig(r=4, use_rslora=True, target_modules=modules))
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("dense", {"rank_pattern": {"q_proj": 2}, "target_modules": ["q_proj", "down_proj"]}),
+        ("dense", {"use_rslora": True, "target_modules": ["o_proj", "qkv", "linear_fc1"]}),
+        ("3.5", {"target_modules": ["all-linear"]}),
+    ],
+)
+def test_an_adapter_gives_our_answers(kind, settings, root, tmp_path):
+    is_older = kind == "dense"
+    model_class = Qwen3VLForConditionalGeneration if is_older else Qwen3_5ForConditionalGeneration
+    model = model_class.from_pretrained(root / kind)
+    model.add_lora(LoRAConfig(r=4, **settings))
     paddle.seed(0)
     for name, parameter in model.named_parameters():
         if "lora" in name:
             parameter.set_value(paddle.randn(parameter.shape) * 0.1)
     model.save_adapter(tmp_path)
-    for line in lines(root, root / "dense", tmp_path):
+    assert main(["check-folder", str(tmp_path), "--for", "vllm"]) == 0
+    for line in lines(root, root / kind, tmp_path):
         assert line.startswith("equal: "), line
 
 
