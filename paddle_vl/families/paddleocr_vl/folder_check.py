@@ -124,10 +124,6 @@ _IMAGE_DEFAULTS = {
 _GREEDY = {"do_sample": False, "num_beams": 1}
 # These read the head of the file also where it is the embedding.
 _READS_HEAD = ("paddlex", "fastdeploy")
-_SEPARATE_HEAD = (
-    f"{HEAD_KEY} differs from the embedding, but transformers reads the flat config.json as tied: "
-    """vLLM drops the head; serve with --hf-overrides '{"tie_word_embeddings": false}'"""
-)
 
 
 def check_folder(
@@ -176,8 +172,6 @@ def _found(model_class: Any, folder: Path, base: Path, engine: str, rules: Engin
             wanted |= {name: unread[name] for name in unread if name in stored}
         if config.tie_word_embeddings:
             stored.pop(HEAD_KEY, None)
-        elif engine == "vllm":
-            yield Finding.LOST, _SEPARATE_HEAD
         yield from tensor_findings(wanted, stored, rules, _TYPE)
         if Finding.MISSING not in dict(files):
             try:

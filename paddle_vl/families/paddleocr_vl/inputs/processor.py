@@ -124,7 +124,7 @@ class PaddleOCRVLProcessor(VLProcessor):
         "eos_token": SENTENCE_END,
         "pad_token": UNKNOWN,
         "unk_token": UNKNOWN,
-        # Without it transformers' processor, and with it vLLM, ends with an error.
+        # transformers' processor, which vLLM takes, ends with an error if it is not there.
         "image_token": IMAGE,
     }
     task_prompts = TASK_PROMPTS
