@@ -1,8 +1,8 @@
 """Whether an engine serves a folder of PaddleOCR-VL as it was trained; see
 `paddle_vl.families.vlm.folders.folder_check`.
 
-PaddleX and transformers were run on folders that lack one thing each; vLLM and FastDeploy were only
-read, at the commits that their rules name.
+PaddleX, vLLM and transformers were run on folders that lack one thing each; FastDeploy was only
+read, at the commits that its rules name.
 """
 
 from collections.abc import Mapping
@@ -74,8 +74,7 @@ ENGINES = {
         adapted=(),
     ),
     "vllm": EngineRules(
-        "vllm-project/vllm, vllm/model_executor/models: paddleocr_vl.py at 00b9d65, ernie45.py at "
-        "063345c; with transformers 5",
+        "vLLM 0.32.0 with transformers 5.19.0, which was run on a CPU",
         (_TYPE,),
         missing=Finding.MISSING,
         unknown=(
@@ -83,7 +82,7 @@ ENGINES = {
             ("*", Finding.REFUSED),
         ),
         settings=_BOTH_DIALECTS,
-        files=_TOKENIZER,
+        files=("tokenizer.json|tokenizer.model", _TOKENS, _IMAGES),
         reads_all_files=True,
         adapted=(),
     ),
@@ -125,10 +124,6 @@ _IMAGE_DEFAULTS = {
 _GREEDY = {"do_sample": False, "num_beams": 1}
 # These read the head of the file also where it is the embedding.
 _READS_HEAD = ("paddlex", "fastdeploy")
-_SEPARATE_HEAD = (
-    f"{HEAD_KEY} differs from the embedding, but transformers reads the flat config.json as tied: "
-    """vLLM drops the head; serve with --hf-overrides '{"tie_word_embeddings": false}'"""
-)
 
 
 def check_folder(
@@ -177,8 +172,6 @@ def _found(model_class: Any, folder: Path, base: Path, engine: str, rules: Engin
             wanted |= {name: unread[name] for name in unread if name in stored}
         if config.tie_word_embeddings:
             stored.pop(HEAD_KEY, None)
-        elif engine == "vllm":
-            yield Finding.LOST, _SEPARATE_HEAD
         yield from tensor_findings(wanted, stored, rules, _TYPE)
         if Finding.MISSING not in dict(files):
             try:

@@ -90,12 +90,13 @@ CHOICE = {"index": 0, "message": {"content": "red"}, "finish_reason": "stop"}
 
 
 @contextmanager
-def stand_in(length, *statuses, choice=CHOICE):
+def stand_in(length, *statuses, choice=CHOICE, loaded=b""):
     """The address of a server that answers with these statuses in turn and then well, and what it
     was asked.
 
     Args:
         length: tokens that it counts in a prompt.
+        loaded: what it says of an adapter.
     """
     asked, left = [], [*statuses]
 
@@ -108,7 +109,8 @@ def stand_in(length, *statuses, choice=CHOICE):
             answer = {"choices": choices, "usage": {"prompt_tokens": length}}
             self.send_response(status)
             self.end_headers()
-            self.wfile.write(json.dumps(answer if status == 200 else {"error": "full"}).encode())
+            said = json.dumps(answer if status == 200 else {"error": "full"}).encode()
+            self.wfile.write(loaded if "lora" in self.path else said)
 
         def log_message(self, *_):
             pass
@@ -163,7 +165,7 @@ IDS = {"token_ids": [7, 8], "logprobs": {"content": [{"token": "a", "logprob": -
     ("statuses", "counted", "choice", "message"),
     [
         (
-            [404],
+            [404, 404],
             0,
             CHOICE,
             r"does not load .*rollout_weights: no answer of .*--allowed-weights-path",
@@ -195,6 +197,31 @@ def test_a_server_that_does_not_fit_is_refused(
             trainer.run()
     # What is refused is not asked again.
     assert len(asked) <= 1 + 2
+
+
+FORGETS = ["/reset_encoder_cache", "/reset_prefix_cache"]
+
+
+@pytest.mark.parametrize(
+    ("is_adapter", "statuses", "loaded", "paths"),
+    [
+        (False, [404], b"", ["/update_weights_from_disk", "/collective_rpc", *FORGETS]),
+        (True, [], b"Success: LoRA adapter 'policy' added successfully.",
+         ["/v1/load_lora_adapter", *FORGETS]),
+        (True, [], b'{"success": true}', ["/v1/load_lora_adapter"]),
+    ],
+    ids=["model in vLLM", "adapter in vLLM", "adapter in our server"],
+)  # fmt: skip
+def test_vllm_forgets_what_older_weights_made_of_images_and_prompts(
+    is_adapter, statuses, loaded, paths, data, tmp_path
+):
+    with stand_in(0, *statuses, loaded=loaded) as (address, asked):
+        settings = RolloutConfig(endpoint=address, model="policy")
+        processor = VLProcessor.from_pretrained(data.with_name("base"))
+        RolloutServer(settings, processor, {}, 1, tmp_path).load(is_adapter)
+    assert [path for path, _ in asked] == paths
+    call = {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path)}}
+    assert [body for path, body in asked if "rpc" in path] == [call] * len(statuses)
 
 
 def test_a_server_that_is_gone_is_named(data, tmp_path):

@@ -56,7 +56,8 @@ _PROBE: Any = [
     }
 ]
 _PLACE = IMAGE_START + IMAGE + IMAGE_END
-# That of 1.5, for models from fresh weights.
+# That of 1.5, for models from fresh weights. vLLM gives parts only to a template with a loop over a
+# message's content.
 TEMPLATE = f"""\
 {{{{- '{CONVERSATION_START}' }}}}
 {{%- for message in messages %}}
@@ -64,10 +65,13 @@ TEMPLATE = f"""\
         {{{{- raise_exception('a role of system, user or assistant and parts are needed') }}}}
     {{%- endif %}}
     {{%- set texts = message.content | selectattr('type', 'equalto', 'text') | list %}}
-    {{%- set images = message.content | selectattr('type', 'equalto', 'image') | list %}}
     {{%- set text = texts | map(attribute='text') | join %}}
     {{%- if message.role == 'user' %}}
-        {{{{- 'User: ' ~ '{_PLACE}' * (images | length) ~ text ~ '\\n' }}}}
+        {{{{- 'User: ' }}}}
+        {{%- for part in message.content if part.type == 'image' %}}
+            {{{{- '{_PLACE}' }}}}
+        {{%- endfor %}}
+        {{{{- text ~ '\\n' }}}}
     {{%- elif message.role == 'assistant' %}}
         {{{{- 'Assistant:\\n' ~ text ~ '{SENTENCE_END}' }}}}
     {{%- else %}}
@@ -120,6 +124,8 @@ class PaddleOCRVLProcessor(VLProcessor):
         "eos_token": SENTENCE_END,
         "pad_token": UNKNOWN,
         "unk_token": UNKNOWN,
+        # transformers' processor, which vLLM takes, ends with an error if it is not there.
+        "image_token": IMAGE,
     }
     task_prompts = TASK_PROMPTS
 

@@ -1,7 +1,7 @@
 """What engines read of a model folder, as data for `paddle_vl.families.vlm.folders.folder_check`.
 
-The rules are facts of the sources that each engine names, at that commit. transformers was run;
-the others were only read. All of them take HF's tensor names.
+The rules are facts of the sources that each engine names, at that commit. transformers and, but for
+Qwen4-Exp, vLLM were run; the others were only read. All of them take HF's tensor names.
 """
 
 from dataclasses import dataclass
@@ -102,22 +102,22 @@ class EngineRules:
 
 ENGINES = {
     "vllm": EngineRules(
-        "vllm-project/vllm, vllm/model_executor/models: qwen3_vl.py at 4f5768c, qwen3_vl_moe.py "
-        "at e005f02, qwen3_5.py at 36c110b; vllm/models/qwen4_exp: nvidia/model.py at ef55daa, "
-        "config.py at a7a8741; vllm/lora: peft_helper.py at e745baf, lora_model.py "
-        "at 532cc25",
+        "vLLM 0.32.0, which was run on a CPU; of Qwen4-Exp, for which that has no kernels, read: "
+        "vllm-project/vllm, vllm/models/qwen4_exp, nvidia/model.py at ef55daa, config.py at "
+        "a7a8741",
         missing=Finding.MISSING,
         unknown=(
+            ("qwen3_vl_moe:model.language_model.*.mlp.*bias", Finding.REFUSED),
             ("*:model.language_model.*bias", Finding.IGNORED),
             ("qwen[34]_[5e]*:mtp.*", Finding.IGNORED),
-            ("qwen3_5*:model.language_model.*", Finding.IGNORED),
             ("*", Finding.REFUSED),
         ),
         settings=(*EngineRules.settings, f"{_QWEN4_EXP} text_config.output_gate_type"),
         layers=("linear_attention", "full_attention"),
         blocks=(512, 2048),
         reads_all_files=True,
-        features=("rsLoRA", _TOWER),
+        adapted=(*_QWEN3_VL, "qwen3_5"),
+        features=("rsLoRA", "ranks or alphas by module", _TOWER),
         max_rank=16,
     ),
     "sglang": EngineRules(

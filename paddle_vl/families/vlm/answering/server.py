@@ -19,6 +19,10 @@ _MOST_WAIT_S, _SHOWN = 600.0, 500
 _BROKEN = (OSError, HTTPException)
 
 
+class NoSuchPathError(RuntimeError):
+    """The server has nothing at an address."""
+
+
 class ServerClient:
     """
     Args:
@@ -40,6 +44,7 @@ class ServerClient:
 
         Raises:
             RuntimeError: there is none; says what the server said.
+            NoSuchPathError: it says 404.
         """
         body, waited, tries = json.dumps(fields).encode(), 0.0, 0
         while True:
@@ -60,7 +65,8 @@ class ServerClient:
                     told = str(error) or repr(error)
                     if isinstance(error, HTTPError):
                         told += f" {error.read(_SHOWN).decode(errors='replace')}"
-                    raise RuntimeError(f"no answer of {url}: {told}") from error
+                    kind = NoSuchPathError if status == 404 else RuntimeError
+                    raise kind(f"no answer of {url}: {told}") from error
                 waited += seconds
                 self.is_over.wait(seconds)
 

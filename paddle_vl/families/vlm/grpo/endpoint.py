@@ -18,7 +18,12 @@ import numpy as np
 
 from paddle_vl.data.formats.canonical import Conversation
 from paddle_vl.families.vlm.answering.groups import Sampled
-from paddle_vl.families.vlm.answering.server import ServerClient, answer_text, asked_message
+from paddle_vl.families.vlm.answering.server import (
+    NoSuchPathError,
+    ServerClient,
+    answer_text,
+    asked_message,
+)
 from paddle_vl.families.vlm.grpo.endpoint_settings import RolloutConfig
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.files.token_file import read_token
@@ -90,21 +95,34 @@ class RolloutServer:
             RuntimeError: it does not.
         """
         name, folder = self.settings.model, self.folder
-        url, fields = f"{self._url}/load_lora_adapter", {"lora_name": name, "load_inplace": True}
-        if is_adapter:
-            fields["lora_path"] = str(folder)
-        else:
-            parts = urlsplit(self._url)
-            url = f"{parts.scheme}://{parts.netloc}/update_weights_from_disk"
-            fields = {"model_path": str(folder)}
+        parts = urlsplit(self._url)
+        root = f"{parts.scheme}://{parts.netloc}"
         try:
-            self._client.post(url, fields)
+            if is_adapter:
+                fields = {"lora_name": name, "load_inplace": True, "lora_path": str(folder)}
+                answer = self._client.post(f"{self._url}/load_lora_adapter", fields)
+                keeps = answer.startswith(b"Success")  # The words of vLLM alone.
+            else:
+                keeps = self._load_model(root, {"model_path": str(folder)})
+            # vLLM keeps images and prompts as the old weights read them.
+            for path in ("reset_encoder_cache", "reset_prefix_cache") if keeps else ():
+                self._client.post(f"{root}/{path}", {})
         except RuntimeError as error:
             raise RuntimeError(
                 f"the server does not load {folder}: {error}; it needs the folder under this path, "
-                "and leave to load it (paddle-vl serve --allowed-weights-path; vLLM takes adapters "
-                "with VLLM_ALLOW_RUNTIME_LORA_UPDATING, SGLang whole models)"
+                "and leave to load it (paddle-vl serve --allowed-weights-path; vLLM "
+                "VLLM_SERVER_DEV_MODE=1, of adapters VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 too)"
             ) from error
+
+    def _load_model(self, root: str, fields: Mapping[str, str]) -> bool:
+        """Have it take a whole model, SGLang's way or vLLM's; whether it was vLLM's."""
+        try:
+            self._client.post(f"{root}/update_weights_from_disk", fields)
+        except NoSuchPathError:
+            call = {"method": "reload_weights", "kwargs": {"weights_path": fields["model_path"]}}
+            self._client.post(f"{root}/collective_rpc", call)
+            return True
+        return False
 
     def _answers(
         self, prompt: tuple[Conversation, np.ndarray], samplings: Sequence[Sampling]

@@ -3,12 +3,14 @@ from PyPI, or is that of the interpreter PADDLEX_PYTHON."""
 
 import json
 import os
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import yaml
 
-from check_paddlex import check, environment, made_up_pictures
+from check_paddlex import PADDLEX, environment
+from engine_answers import check, made_up_pictures
 from paddle_vl.cli.main import main
 from paddle_vl.testing.tiny_run import write_pictures
 from tests.single_card_tests.families.paddleocr_vl.test_ocr_folder_check import ROWS
@@ -28,6 +30,10 @@ def python(tmp_path_factory) -> Path:
 def questions(tmp_path_factory) -> list[tuple[str, str]]:
     images = made_up_pictures(tmp_path_factory.mktemp("pictures"))
     return list(zip(images, ("OCR:", "Table Recognition:"), strict=True))
+
+
+def asked(num_tokens: int) -> Namespace:
+    return Namespace(max_new_tokens=num_tokens)
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])
@@ -58,13 +64,13 @@ def test_a_trained_folder_gives_our_answers(kind, tuned, python, questions, tmp_
     assert main(["check-folder", str(trained), "--for", "paddlex"]) == 0
     weights = [(each / "model.safetensors").read_bytes() for each in (folder, trained)]
     assert weights[0] != weights[1]
-    for line in check(trained, questions, python, 16):
+    for line in check(PADDLEX, trained, questions, python, asked(16)):
         assert line.startswith("equal: "), line
 
 
 def test_a_model_of_fresh_weights_with_a_tokenizer_of_its_own(python, questions, tmp_path):
     assert main(["train", str(write_document_run(tmp_path))]) == 0
-    for line in check(tmp_path / "out" / "final", questions, python, 8):
+    for line in check(PADDLEX, tmp_path / "out" / "final", questions, python, asked(8)):
         assert line.startswith("equal: "), line
 
 
@@ -72,5 +78,5 @@ def test_a_model_of_fresh_weights_with_a_tokenizer_of_its_own(python, questions,
 def test_paddlex_makes_of_a_spoilt_folder_what_check_folder_says(what, python, questions, tmp_path):
     folder = write_folder(tmp_path / "whole")
     ROWS[what].spoil(folder)
-    for line in check(folder, questions[:1], python, 4):
+    for line in check(PADDLEX, folder, questions[:1], python, asked(4)):
         assert line.startswith(ROWS[what].in_paddlex), line

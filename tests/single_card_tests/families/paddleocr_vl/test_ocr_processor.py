@@ -145,6 +145,8 @@ def test_settings_of_a_tokenizer_that_has_none_keep_its_start_out_of_prompts(tmp
     PaddleOCRVLProcessor.from_pretrained(folder).save_pretrained(tmp_path)
     written = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert (written["add_bos_token"], written["tokenizer_class"]) == (False, "LlamaTokenizer")
+    # transformers and vLLM take no image without it.
+    assert written["image_token"] == "<|IMAGE_PLACEHOLDER|>"
 
 
 def test_what_a_template_of_its_own_opens_answers_with_is_told(tmp_path, caplog):

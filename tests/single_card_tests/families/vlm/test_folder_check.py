@@ -121,10 +121,11 @@ def test_averaged_weights_of_a_run_fit_without_reading_them(engine, root, monkey
         ({"target_modules": ["q_proj", "qkv"]}, "need --enable-tower-connector-lora", "tower", ""),
         (
             {"use_dora": True, "rank_pattern": {"q_proj": 2}},
-            "DoRA and ranks or alphas",
+            "no DoRA: merge them",
             "DoRA",
             "no DoRA: merge them",
         ),
+        ({"rank_pattern": {"q_proj": 2}}, "", "ranks or alphas by module", ""),
         ({"modules_to_save": ["mergers"]}, "modules_to_save", "modules_to_save", ""),
     ],
 )
@@ -252,10 +253,15 @@ SPOILT: dict[str, tuple[str, Callable[[Path], object], Told]] = {
     ),
     "a name of 3.5": (
         "3.5", tensors(lambda a: a.update({f"{NORM}s": a.pop(NORM)})),
-        [(VLLM, (f"missing: {LACKS}{NORM}", f"ignored: {OTHERS}{NORM}s"))],
+        [(VLLM, (f"missing: {LACKS}{NORM}", f"refused: {OTHERS}{NORM}s"))],
     ),
     "a tensor too many": (
         "moe", tensors(lambda a: a.update({UP.replace("weight", "bias"): a[NORM]})),
+        [(VLLM, (f"refused: {OTHERS}{UP.replace('weight', 'bias')}",)),
+         (ALL[1:], (f"ignored: {OTHERS}{UP.replace('weight', 'bias')}",))],
+    ),
+    "a bias too many": (
+        "dense", tensors(lambda a: a.update({UP.replace("weight", "bias"): a[NORM]})),
         [(ALL, (f"ignored: {OTHERS}{UP.replace('weight', 'bias')}",))],
     ),
     "tensors for more tokens at once": (
