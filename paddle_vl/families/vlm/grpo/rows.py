@@ -9,6 +9,9 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
+# A share of a sum that changes no float32.
+_NOTHING = 1e-9
+
 
 class Rows:
     """Which answer each token is of.
@@ -32,6 +35,7 @@ class Rows:
         own_NS = numbers_N.unsqueeze(1) == paddle.arange(lengths_S.shape[0])
         self._is_of_NS: Any = (own_NS & is_target_N.unsqueeze(1)).astype("float32")
         self.total, self.lengths, self.is_target = total, lengths_S, is_target_N
+        self._numbers_N = numbers_N
         self._place = place
 
     def sum(self, x_N: Tensor) -> Tensor:
@@ -48,6 +52,17 @@ class Rows:
     def mean(self, x_N: Tensor) -> Tensor:
         """`[S]`: means over the tokens of each answer; 0 of one without any."""
         return self.sum(x_N) / self.lengths.clip(min=1.0)
+
+    def discounted(self, x_N: Tensor, factor: float) -> Tensor:
+        """`[N]`: from each token to the end of its answer the sum of values, each times `factor` to
+        the power of its distance. For answers that are whole on this rank."""
+        step, numbers_N = 1, self._numbers_N
+        # With each round twice as many tokens are summed up, until the rest counts for nothing.
+        while step < len(x_N) and factor > _NOTHING:
+            is_same = (numbers_N[step:] == numbers_N[:-step]).astype(x_N.dtype)
+            later = paddle.concat([x_N[step:] * is_same, paddle.zeros_like(x_N[:step])])
+            x_N, step, factor = x_N + factor * later, 2 * step, factor * factor
+        return x_N
 
     def spread(self, x_S: Tensor) -> Tensor:
         """`[N]`: to each token the value of its answer. Its gradient is of this rank's tokens."""
