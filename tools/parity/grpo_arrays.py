@@ -72,7 +72,7 @@ def answers_of(
     return Answers(settings, rows, *leaves, found_S, *others), leaves
 
 
-def _divisors(tensors: Tensors, settings: GRPOConfig, chosen: Sequence[int]) -> dict[str, int]:
+def divisors(tensors: Tensors, settings: GRPOConfig, chosen: Sequence[int]) -> dict[str, int]:
     learned_S = tensors["loss_mask"][chosen].sum(axis=1)
     return {
         "num_target_tokens": int(learned_S.sum()),
@@ -95,7 +95,7 @@ def from_arrays(case: GRPOCase, report: CaseReport) -> None:
         answers, leaves = answers_of(
             tensors, settings, advantages_S, chosen, has_old, reads_sampler(name, settings)
         )
-        counts = _divisors(tensors, settings, chosen)
+        counts = divisors(tensors, settings, chosen)
         output = RolloutOutput(answers, paddle.ones([len(chosen)]))
         share, terms = loss.share(output, [counts[each] for each in loss.divisors], 1)
         total, means = loss_of(loss, terms)
@@ -254,7 +254,7 @@ def of_accumulation(case: GRPOCase, report: CaseReport) -> None:
         found = []
         for begin in range(0, number, steps):
             own = batches[begin : begin + steps]
-            counts = [_divisors(inputs.tensors, settings, chosen) for chosen in own]
+            counts = [divisors(inputs.tensors, settings, chosen) for chosen in own]
             totals = [sum(one[name] for one in counts) for name in loss.divisors]
             terms = paddle.zeros([len(loss.terms)])
             for chosen in own:

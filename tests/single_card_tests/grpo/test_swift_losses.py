@@ -9,7 +9,7 @@ import pytest
 from paddle_vl.families.vlm.grpo.advantages import advantages
 from paddle_vl.families.vlm.grpo.objective import RolloutLoss, RolloutOutput
 from paddle_vl.families.vlm.grpo.settings import GRPOConfig
-from parity.grpo_arrays import _divisors, answers_of
+from parity.grpo_arrays import divisors, answers_of
 from parity.grpo_golden import GRPOFolders
 from tests.support.tiny import GOLDEN
 
@@ -86,7 +86,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(level, formula, give
     # One group whose answers are all as good.
     A_S[4:] = A_S[4:] if given["loss_type"] != "real" else 0.5
     loss, every = RolloutLoss(settings), [*range(8)]
-    counts = _divisors(tensors, settings, every)
+    counts = divisors(tensors, settings, every)
     total, found_ST = 0.0, np.zeros(tensors[NEW].shape)
     # Of two micro-batches, whose divisors are of the update.
     for chosen in (every[:4], every[4:]):
@@ -95,6 +95,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(level, formula, give
         share, _ = loss.share(output, [counts[each] for each in loss.divisors], 2)
         share.backward()
         total += float(share)
+        assert leaf.grad is not None
         rows, columns = np.nonzero(tensors["loss_mask"][chosen])
         found_ST[np.array(chosen)[rows], columns] = leaf.grad.numpy()[: len(rows)]
     names = (OLD, "loss_mask")
@@ -141,7 +142,7 @@ def test_a_kl_term_that_is_in_the_rewards_is_not_in_the_loss(estimator):
         answers, _ = answers_of(tensors, settings, tensors["advantages"], [*range(8)])
         loss = RolloutLoss(settings)
         output = RolloutOutput(answers, paddle.ones([8]))
-        counts = _divisors(tensors, settings, [*range(8)])
+        counts = divisors(tensors, settings, [*range(8)])
         share, _ = loss.share(output, [counts[each] for each in loss.divisors], 1)
         found.append(float(share))
     assert found[0] == found[1]
