@@ -9,7 +9,7 @@ import pytest
 from paddle_vl.families.vlm.grpo.advantages import advantages
 from paddle_vl.families.vlm.grpo.objective import RolloutLoss, RolloutOutput
 from paddle_vl.families.vlm.grpo.settings import GRPOConfig
-from parity.grpo_arrays import divisors, answers_of
+from parity.grpo_arrays import answers_of, divisors
 from parity.grpo_golden import GRPOFolders
 from tests.support.tiny import GOLDEN
 
