@@ -50,16 +50,20 @@ def answers_of(
 ) -> tuple[Answers, tuple[paddle.Tensor, paddle.Tensor]]:
     """Some rows of a case's arrays, and the leaves: log-probabilities and entropies."""
     mask_ST = tensors["loss_mask"][chosen] == 1
-    numbers_N = np.nonzero(mask_ST)[0]
+    numbers_N, positions_N = np.nonzero(mask_ST)
 
     def of(name: str) -> paddle.Tensor:
         values_N = tensors[name][chosen][mask_ST]
         return paddle.to_tensor(values_N if len(values_N) else np.zeros(1, np.float32))
 
     is_target_N = np.ones(max(1, len(numbers_N)), bool) if len(numbers_N) else np.zeros(1, bool)
-    numbers_N = numbers_N if len(numbers_N) else np.zeros(1, np.int64)
+    if not len(numbers_N):
+        numbers_N = positions_N = np.zeros(1, np.int64)
     lengths_S = paddle.to_tensor(mask_ST.sum(axis=1).astype(np.float32))
-    rows = Rows(paddle.to_tensor(numbers_N), paddle.to_tensor(is_target_N), lengths_S)
+    rows = Rows(
+        *(paddle.to_tensor(each) for each in (numbers_N, is_target_N)), lengths_S,
+        paddle.to_tensor(positions_N),
+    )  # fmt: skip
     leaves = of("policy.per_token_logps"), of("policy.per_token_entropy")
     for leaf in leaves:
         leaf.stop_gradient = False

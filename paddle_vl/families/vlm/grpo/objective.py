@@ -68,8 +68,8 @@ class RolloutOutput:
         assert tokens is not None, "the collator asks for log-probabilities"
         is_target_N = batch.target_rows[1] != IGNORE_INDEX
         rows = Rows(
-            batch.target_branches, is_target_N, batch.answer_lengths, context.total,
-            (context.rank, context.size),
+            batch.target_branches, is_target_N, batch.answer_lengths, batch.target_rows[0],
+            context.total, (context.rank, context.size),
         )  # fmt: skip
         answers = Answers(
             settings, rows, tokens.log_probs, tokens.entropy, batch.advantages,
