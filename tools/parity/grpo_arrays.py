@@ -60,10 +60,8 @@ def answers_of(
     if not len(numbers_N):
         numbers_N = positions_N = np.zeros(1, np.int64)
     lengths_S = paddle.to_tensor(mask_ST.sum(axis=1).astype(np.float32))
-    rows = Rows(
-        *(paddle.to_tensor(each) for each in (numbers_N, is_target_N)), lengths_S,
-        paddle.to_tensor(positions_N),
-    )  # fmt: skip
+    numbers, is_target, positions = map(paddle.to_tensor, (numbers_N, is_target_N, positions_N))
+    rows = Rows(numbers, is_target, lengths_S, positions)
     leaves = of("policy.per_token_logps"), of("policy.per_token_entropy")
     for leaf in leaves:
         leaf.stop_gradient = False
