@@ -51,29 +51,18 @@ QUESTIONS = ("parity", "next")
 OLD = ("single", "two_turn", "compare", "add")
 PLAIN = "grpo.dynamic_sample=false"
 ALONE, BOTH = ("prompts",), ("prompts", "old_prompts")
-ANSWERS_OF_UPDATE, UPDATES = 16 * 8, 60
-_SHORT, _CONSTANT = "train.max_steps=40", "train.lr_scheduler_type=constant"
-_DECAYS = ("train.lr_scheduler_type=warmup_stable_decay", "train.decay_ratio=0.5")
+ANSWERS_OF_UPDATE, UPDATES = 16 * 8, 40
+_CONSTANT, _FEW = "train.lr_scheduler_type=constant", "grpo.max_resample_times=3"
+_FALLS = ("train.lr_scheduler_type=warmup_stable_decay", "train.decay_ratio=0.3")
 # Settings, files of prompts, and seeds.
 CHOICE = {
-    name: ((_SHORT, _CONSTANT, *settings), prompts, (0,))
-    for name, settings, prompts in (
-        ("1e-4, plain", ("train.learning_rate=1e-4", PLAIN), ALONE),
-        ("1e-4, dynamic", ("train.learning_rate=1e-4",), ALONE),
-        ("2e-4, plain", (PLAIN,), ALONE),
-        ("2e-4, dynamic", (), ALONE),
-        ("2e-4, dynamic, beta 0.1", ("grpo.beta=0.1",), ALONE),
-        ("2e-4, dynamic, old prompts", (), BOTH),
-    )
-} | {
-    f"the last, {name}": (settings, BOTH, (11, 12, 13))
-    for name, settings in (
-        ("other seeds", (_SHORT, _CONSTANT)),
-        ("3e-4, cosine", (_SHORT, "train.learning_rate=3e-4")),
-        ("3e-4, cosine, 60 updates", ("train.learning_rate=3e-4",)),
-        ("constant, then falling, 60 updates", _DECAYS),
-        ("cosine, 60 updates", ()),
-    )
+    "2e-4, plain": ((_CONSTANT, PLAIN), ALONE, (0,)),
+    "2e-4, dynamic": ((_CONSTANT, _FEW), ALONE, (0,)),
+    "2e-4, dynamic, old prompts": ((_CONSTANT, _FEW), BOTH, (11, 12, 13)),
+    "the last, 8 rounds": ((_CONSTANT,), BOTH, (11,)),
+    "8 rounds, constant, then falling": (_FALLS, BOTH, (11, 12)),
+    "8 rounds, cosine, 3e-4": (("train.learning_rate=3e-4",), BOTH, (11,)),
+    "8 rounds, cosine": ((), BOTH, (11, 12, 13)),
 }
 KINDS = ("recipe", "shuffled", "alone", "plain")
 SICK = {

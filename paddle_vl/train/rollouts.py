@@ -232,7 +232,7 @@ class RolloutFeed:
         updates or rewards need them."""
         rollouts, groups, kl_S = self._rollouts, self._groups, None
         settings, runner = rollouts.settings, self._runner
-        takes_kl = settings.estimator == "rloo" and settings.has_reference
+        takes_kl = settings.kl_in_reward
         if self._needs_old or takes_kl:
             parts = [self._part(number) for number in range(self._num_parts)]
             values = runner.loss.values

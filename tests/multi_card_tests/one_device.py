@@ -421,6 +421,16 @@ FAMILIES: dict[str, Family] = {
         written.TINY, "grpo.loss_type=grpo", "grpo.importance_sampling_level=sequence",
         "grpo.off_policy_mask_threshold=0.1", "grpo.importance_sampling_mode=sequence_mask",
     ),
+    "rollouts, later tokens": _rollouts_of(
+        written.TINY, "grpo.loss_type=fipo", "grpo.importance_sampling_level=sequence_token",
+    ),
+    "rollouts, groups": replace(
+        _rollouts_of(
+            written.TINY, "grpo.loss_type=real", "grpo.entropy_coef=0.0",
+            "grpo.importance_sampling_mode=null",
+        ),
+        shows=("kl", "entropy"),
+    ),
     # Answers that the run samples, learned in four updates each.
     "sampled": _sampled,
     # Ranks have unequal shares of what is kept.
@@ -510,6 +520,8 @@ ROLLOUTS = [
     *_rows("sampled, experts", mp2_ep2=(2, *MP2, EP2)),
     *_rows("rollouts, answers' ratios", "", False, cp2=(2, *CP)),
     *_rows("rollouts, answers' ratios", dp2_mp2=(4, *DP2, *MP2), pp2=(2, *PP)),
+    *_rows("rollouts, later tokens", dp2=(2, *DP2)),
+    *_rows("rollouts, groups", cp2=(2, *CP)),
     *_rows("rollouts, lora", "", False, pp2=(2, *PP)),
     *_rows(
         "rollouts, lora",

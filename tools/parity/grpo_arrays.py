@@ -50,16 +50,18 @@ def answers_of(
 ) -> tuple[Answers, tuple[paddle.Tensor, paddle.Tensor]]:
     """Some rows of a case's arrays, and the leaves: log-probabilities and entropies."""
     mask_ST = tensors["loss_mask"][chosen] == 1
-    numbers_N = np.nonzero(mask_ST)[0]
+    numbers_N, positions_N = np.nonzero(mask_ST)
 
     def of(name: str) -> paddle.Tensor:
         values_N = tensors[name][chosen][mask_ST]
         return paddle.to_tensor(values_N if len(values_N) else np.zeros(1, np.float32))
 
     is_target_N = np.ones(max(1, len(numbers_N)), bool) if len(numbers_N) else np.zeros(1, bool)
-    numbers_N = numbers_N if len(numbers_N) else np.zeros(1, np.int64)
+    if not len(numbers_N):
+        numbers_N = positions_N = np.zeros(1, np.int64)
     lengths_S = paddle.to_tensor(mask_ST.sum(axis=1).astype(np.float32))
-    rows = Rows(paddle.to_tensor(numbers_N), paddle.to_tensor(is_target_N), lengths_S)
+    numbers, is_target, positions = map(paddle.to_tensor, (numbers_N, is_target_N, positions_N))
+    rows = Rows(numbers, is_target, lengths_S, positions)
     leaves = of("policy.per_token_logps"), of("policy.per_token_entropy")
     for leaf in leaves:
         leaf.stop_gradient = False
@@ -72,7 +74,7 @@ def answers_of(
     return Answers(settings, rows, *leaves, found_S, *others), leaves
 
 
-def _divisors(tensors: Tensors, settings: GRPOConfig, chosen: Sequence[int]) -> dict[str, int]:
+def divisors(tensors: Tensors, settings: GRPOConfig, chosen: Sequence[int]) -> dict[str, int]:
     learned_S = tensors["loss_mask"][chosen].sum(axis=1)
     return {
         "num_target_tokens": int(learned_S.sum()),
@@ -95,7 +97,7 @@ def from_arrays(case: GRPOCase, report: CaseReport) -> None:
         answers, leaves = answers_of(
             tensors, settings, advantages_S, chosen, has_old, reads_sampler(name, settings)
         )
-        counts = _divisors(tensors, settings, chosen)
+        counts = divisors(tensors, settings, chosen)
         output = RolloutOutput(answers, paddle.ones([len(chosen)]))
         share, terms = loss.share(output, [counts[each] for each in loss.divisors], 1)
         total, means = loss_of(loss, terms)
@@ -254,7 +256,7 @@ def of_accumulation(case: GRPOCase, report: CaseReport) -> None:
         found = []
         for begin in range(0, number, steps):
             own = batches[begin : begin + steps]
-            counts = [_divisors(inputs.tensors, settings, chosen) for chosen in own]
+            counts = [divisors(inputs.tensors, settings, chosen) for chosen in own]
             totals = [sum(one[name] for one in counts) for name in loss.divisors]
             terms = paddle.zeros([len(loss.terms)])
             for chosen in own:

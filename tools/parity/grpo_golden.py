@@ -45,6 +45,8 @@ _OF_FORMULAS: dict[str, dict[str, Any]] = {
         "epsilon": 3e-4, "epsilon_high": 4e-4,
     },
     "verl_cispo": {"loss_type": "cispo_range"},
+    "swift_real_tau0.5": {"loss_type": "real"},
+    "swift_fipo": {"loss_type": "fipo"},
     "verl_geo_mean": {"loss_type": "gmpo", "epsilon": 0.4},
     **{f"verl_kl_{name}": {**_KL, "kl_estimator": name} for name in ("k1", "abs", "k2", "k3")},
     "verl_kl_k3+": {**_KL, "kl_estimator": "k3+"},
@@ -59,8 +61,6 @@ _OF_FORMULAS: dict[str, dict[str, Any]] = {
     # ms-swift's divisor is that of rows here too.
     "swift_off_policy_mask0.05": {"loss_type": "grpo", "off_policy_mask_threshold": 0.05},
 }  # fmt: skip
-# ms-swift's REAL and FIPO are not offered.
-_LEFT_OUT = ("swift_real", "swift_fipo")
 
 
 class GRPOCase(Case):
@@ -153,8 +153,7 @@ def losses_of(case: GRPOCase) -> Iterator[tuple[str, Mapping[str, Any], GRPOConf
         if name.endswith("token_sum_norm"):
             # verl divides by the padded length, here that of the case.
             sizes["max_completion_length"] = case.tensors["loss_mask"].shape[1]
-        if not name.startswith(_LEFT_OUT):
-            yield name, wanted, settings_of(name, wanted.get("settings", {}), sizes)
+        yield name, wanted, settings_of(name, wanted.get("settings", {}), sizes)
         sizes["max_completion_length"] = case.meta["max_completion_length"]
 
 

@@ -392,6 +392,13 @@ class VLRun(RunConfig):
                 f"train.gradient_accumulation_steps), which groups of grpo.num_generations {group} "
                 f"do not fill: a rank samples whole groups; make it a multiple of {group}"
             )
+        if grpo.loss_type == "real" and self.train.per_device_train_batch_size % group:
+            yield (
+                "grpo.loss_type is real, which compares the answers to a prompt, and a micro-batch "
+                f"has {self.train.per_device_train_batch_size} of them "
+                "(train.per_device_train_batch_size): make it a multiple of grpo.num_generations "
+                f"{group}"
+            )
         for name in ("packing", "train_on_prompt", "mask_history"):
             if getattr(data, name):
                 yield (
@@ -420,6 +427,11 @@ class VLRun(RunConfig):
                 f"grpo.top_entropy_quantile is {grpo.top_entropy_quantile} with parallel.cp_degree "
                 f"{parallel.cp_degree}: tokens of an answer are on several ranks, which know no "
                 "common quantile; set cp_degree=1"
+            )
+        if parallel.cp_degree > 1 and grpo.loss_type == "fipo":
+            yield (
+                f"grpo.loss_type is fipo with parallel.cp_degree {parallel.cp_degree}: it sums up "
+                "the tokens behind each one, which are on several ranks; set cp_degree=1"
             )
         if parallel.schedule == "colocated":
             yield (

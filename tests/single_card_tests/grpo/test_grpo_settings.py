@@ -53,6 +53,12 @@ CORRECTS = "vllm_importance_sampling_correction"
             "which normalize_then_sum does not read",
         ),
         (RLOO | {"reward_clip_range": [1.0, 0.0]}, "the first must be smaller"),
+        (
+            {"advantage_estimator": "reinforce_plus_plus", "beta": 0.1, "kl_estimator": "k2"},
+            "grpo.kl_estimator is k2, which advantages of reinforce_plus_plus do not read",
+        ),
+        ({"loss_type": "real", "entropy_coef": 0.1}, "which grpo.loss_type real does not read"),
+        ({"fipo_clip_range": None}, "grpo.fipo_clip_range is None, which grpo.loss_type dapo"),
     ],
 )
 def test_settings_that_mean_nothing_together_are_refused(given, message):
@@ -80,6 +86,11 @@ LORA = "model.lora={r: 2, target_modules: [all-linear], lora_dropout: 0.1}"
              "grpo.top_entropy_quantile=0.5"],
             "grpo.top_entropy_quantile is 0.5 with parallel.cp_degree 2",
         ),
+        (
+            [GRPO, "parallel.sharding_degree=2", "parallel.cp_degree=2", "grpo.loss_type=fipo"],
+            "grpo.loss_type is fipo with parallel.cp_degree 2",
+        ),
+        ([GRPO, "grpo.loss_type=real"], "grpo.loss_type is real, which compares the answers to a"),
         ([GRPO, LORA], "model.lora.lora_dropout is 0.1"),
         ([GRPO, "data.html_tables=otsl"], "data.html_tables is otsl, but with train.objective"),
         ([SERVER], "train.rollout is set but train.objective is sft, which samples no answers"),
@@ -135,7 +146,7 @@ def test_names_of_other_trainers_are_taken(given, wanted):
         ({"norm_adv_by_std_in_grpo": True}, "verl adds 1e-6 to the deviation, and here it is 1e-4"),
         ({"beta": 0.1, "kl_loss_coef": 0.1}, "kl_loss_coef and beta are the same setting"),
         ({"loss_type": ["grpo", "dapo"]}, "must be one loss"),
-        ({"loss_type": "fipo"}, "loss_type"),
+        ({"loss_type": "ppo"}, "loss_type"),
         ({"temperature": 0.0}, "temperature"),
         ({"num_generations": 1}, "num_generations"),
     ],

@@ -3,7 +3,8 @@
 Statistics are exact, in float64, of arrays in the order of prompts: of whole groups, gathered from
 the ranks before.
 
-Source: TRL's GRPOTrainer and RLOOTrainer. Shapes: S answers, F rewards, G answers to a prompt.
+Source: TRL's GRPOTrainer and RLOOTrainer; ms-swift (reinforce_plus_plus). Shapes: S answers, F
+rewards, G answers to a prompt.
 """
 
 import warnings
@@ -22,8 +23,8 @@ def advantages(rewards_SF: Array, settings: GRPOConfig, kl_S: Array | None = Non
 
     Args:
         rewards_SF: groups one after the other; NaN where a function does not judge an answer.
-        kl_S: sums of log-ratios of the old policy and the reference, which rloo takes from
-            rewards; None without them.
+        kl_S: sums of log-ratios of the old policy and the reference, which rloo and
+            reinforce_plus_plus take from rewards; None without them.
 
     Raises:
         ValueError: an infinite reward, or answers that are no whole groups.
@@ -38,6 +39,8 @@ def advantages(rewards_SF: Array, settings: GRPOConfig, kl_S: Array | None = Non
     total_S = total_rewards(rewards_SF, settings)
     if settings.estimator == "rloo":
         found_S = _rloo(total_S, settings, kl_S)
+    elif settings.estimator == "reinforce_plus_plus":
+        found_S = _reinforce_plus_plus(total_S, settings, kl_S)
     elif settings.multi_objective_aggregation == "normalize_then_sum":
         parts_SF = np.stack([_normalised(column, size) for column in rewards_SF.T], axis=1)
         sums_S = np.nansum(parts_SF * settings.weights, axis=1)
@@ -76,8 +79,7 @@ def _rloo(total_S: Array, settings: GRPOConfig, kl_S: Array | None) -> Array:
     if settings.reward_clip_range is not None:
         least, most = settings.reward_clip_range
         total_S = np.clip(total_S, least, most)
-    if kl_S is not None:
-        total_S = total_S - settings.beta * kl_S
+    total_S = _without_kl(total_S, settings, kl_S)
     size = settings.num_generations
     count_S = of_groups(total_S, size, lambda x: float((~np.isnan(x)).sum()))
     # An answer alone has no others.
@@ -86,6 +88,21 @@ def _rloo(total_S: Array, settings: GRPOConfig, kl_S: Array | None) -> Array:
     if settings.normalize_advantages:
         found_S = (found_S - mean_of(found_S)) / (std_of(found_S) + EPSILON)
     return found_S
+
+
+def _reinforce_plus_plus(total_S: Array, settings: GRPOConfig, kl_S: Array | None) -> Array:
+    total_S = _without_kl(total_S, settings, kl_S)
+    size = settings.num_generations
+    found_S = total_S - of_groups(total_S, size, mean_of)
+    if settings.scale_rewards == "none":
+        return found_S
+    over = size if settings.scale_rewards == "group" else len(found_S)
+    return found_S / (of_groups(found_S, over, std_of) + EPSILON)
+
+
+def _without_kl(total_S: Array, settings: GRPOConfig, kl_S: Array | None) -> Array:
+    """Rewards that the KL term is taken from."""
+    return total_S if kl_S is None else total_S - settings.beta * kl_S
 
 
 def _normalised(x_S: Array, size: int) -> Array:

@@ -5,13 +5,15 @@ advantage of its answer. The ratio `w` is exp(l - old), or with sequences exp of
 answer's learned tokens, which has a gradient through all of them.
 
 Source: TRL's GRPOTrainer, RLOOTrainer and GMPOTrainer; verl's core_algos (dual clip, aggregation,
-KL estimators). Shapes: N learned tokens of this rank, S answers.
+KL estimators); ms-swift's GRPOTrainer (real, fipo, sequence_token). Shapes: N learned tokens of
+this rank, S answers, G answers to a prompt, K prompts.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import mul
 
 import paddle
 import paddle.nn.functional as F
@@ -23,6 +25,8 @@ from paddle_vl.families.vlm.grpo.settings import CLIPPED, OF_TOKENS, GRPOConfig
 
 # Bounds of log-ratios whose exp is summed.
 _LARGEST_LOG, _SMALLEST_LOG = 20.0, math.log(1e-8)
+# Of fipo, of tokens above its safety threshold.
+_SAFE_WEIGHTS = (0.8, 1.0)
 # What the terms of an answer's tokens become, and the divisor of the sum over answers.
 _OF_LOSS = {
     "grpo": ("seq-mean-token-mean", "num_rows"),
@@ -30,6 +34,7 @@ _OF_LOSS = {
     "gmpo": ("seq-mean-token-mean", "num_rows"),
     "rloo": ("seq-mean-token-sum", "num_rows"),
     "luspo": ("seq-mean-token-sum", "num_rows"),
+    "real": ("seq-mean-token-sum", "num_rows"),
     "dr_grpo": ("token-mean", "num_row_places"),
 }
 _OF_MODE = {
@@ -96,8 +101,15 @@ class Answers:
     @cached_property
     def ratio(self) -> Tensor:
         """`w`: `[N]`, or `[S]` of answers."""
+        level, log_ratio = self.settings.importance_sampling_level, self.log_ratio
         with paddle.enable_grad():
-            return (self.rows.mean(self.log_ratio) if self.by_row else self.log_ratio).exp()
+            if level == "token":
+                return log_ratio.exp()
+            mean_S = self.rows.mean(log_ratio)
+            if level == "sequence":
+                return mean_S.exp()
+            # The value of the answer, the gradient of the token.
+            return (log_ratio - log_ratio.detach() + self.rows.spread(mean_S.detach())).exp()
 
     @cached_property
     def frozen_ratio(self) -> Tensor:
@@ -134,9 +146,11 @@ class Answers:
     def token_weights(self) -> Tensor | None:
         """`[N]`, of the policy's terms, without a gradient; None for 1."""
         # vespo has the corrections in its own weight.
-        of_sampler = None if self.settings.loss_type == "vespo" else self.corrections
-        both = [each for each in (self.high_entropy, of_sampler) if each is not None]
-        return both[0] * both[1] if both[1:] else both[0] if both else None
+        name = self.settings.loss_type
+        of_sampler = None if name == "vespo" else self.corrections
+        of_future = future_weights(self) if name == "fipo" else None
+        given = [each for each in (self.high_entropy, of_sampler, of_future) if each is not None]
+        return reduce(mul, given) if given else None
 
     def sums(self, x: Tensor, of_rows: bool, weights_N: Tensor | None = None) -> Tensor:
         """`[S]`: sums of weighted terms over the tokens of each answer.
@@ -253,6 +267,42 @@ def _gmpo(a: Answers) -> Tensor:
     return -a.advantages * a.rows.mean(clipped_N).exp() * a.rows.lengths.clip(min=1.0)
 
 
+@paddle.no_grad()
+def future_weights(a: Answers) -> Tensor:
+    """`[N]`: fipo's weight of each token, of the log-ratios from it on."""
+    settings, log_ratio_N, w_N = a.settings, a.log_ratio, a.frozen_ratio
+    if settings.delta is not None:
+        is_near_N = (w_N <= settings.delta).astype("float32")
+        log_ratio_N = log_ratio_N * is_near_N
+    found_N = a.rows.discounted(log_ratio_N, 2 ** (-1 / settings.fipo_decay_rate)).exp()
+    if (width := settings.fipo_clip_range) is not None:
+        found_N = found_N.clip(1.0 if settings.fipo_clip_high_only else 1 - width, 1 + width)
+    if settings.fipo_safety_threshold is None:
+        return found_N
+    is_unsafe_N = (a.spread_advantages < 0) & (w_N > settings.fipo_safety_threshold)
+    return paddle.where(is_unsafe_N, found_N.clip(*_SAFE_WEIGHTS), found_N)
+
+
+def _real(a: Answers) -> Tensor:
+    size, scores_S = a.settings.num_generations, a.rows.mean(a.log_ratio) / a.settings.real_tau
+    if len(scores_S) == 1:
+        # That of a batch without answers.
+        return 0.0 * scores_S
+    is_good_S = (a.advantages > 0) & (a.rows.lengths > 0)
+    scores_KG, is_good_KG = scores_S.reshape([-1, size]), is_good_S.reshape([-1, size])
+
+    def soft_sum(x_KG: Tensor, is_counted_KG: Tensor) -> Tensor:
+        """`[K, 1]`: log(1 + the sum of exp of what counts)."""
+        counted_KG = paddle.where(is_counted_KG, x_KG, paddle.full_like(x_KG, -math.inf))
+        one_K1 = paddle.zeros_like(x_KG[:, :1])
+        return paddle.concat([one_K1, counted_KG], 1).logsumexp(1, keepdim=True)
+
+    losses_K1 = soft_sum(scores_KG, ~is_good_KG) + soft_sum(-scores_KG, is_good_KG)
+    has_both_K1 = is_good_KG.any(1, keepdim=True) & ~is_good_KG.all(1, keepdim=True)
+    # On each answer, so that the mean over answers is that over groups.
+    return (losses_K1 * has_both_K1.astype("float32")).expand([-1, size]).flatten()
+
+
 def _rloo(a: Answers) -> Tensor:
     settings, A, w_S = a.settings, a.advantages, answer_ratios(a)
     clipped_S = w_S.clip(1 - settings.epsilon, 1 + settings.upper)
@@ -267,7 +317,9 @@ def answer_ratios(a: Answers) -> Tensor:
 _TERMS: dict[str, Callable[[Answers], Tensor]] = {
     "cispo": _cispo, "cispo_range": _cispo, "sapo": _sapo, "vespo": _vespo,
 }  # fmt: skip
-_OF_ANSWERS: dict[str, Callable[[Answers], Tensor]] = {"gmpo": _gmpo, "rloo": _rloo}
+_OF_ANSWERS: dict[str, Callable[[Answers], Tensor]] = {
+    "gmpo": _gmpo, "rloo": _rloo, "real": _real,
+}  # fmt: skip
 _KL: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda q: -q,
     "abs": lambda q: q.abs(),
@@ -286,7 +338,7 @@ def clip_shares(a: Answers) -> dict[str, Tensor]:
         top, A = settings.upper + (name == "cispo_range"), a.advantages
         found = (a.ratio > top) & ((A if a.by_row else a.spread_advantages) > 0)
         return {"cispo_clip_ratio": found.astype("float32")}
-    if name in ("sapo", "vespo"):
+    if name in ("sapo", "vespo", "real"):
         return {}
     low, high = 1 - settings.epsilon, 1 + settings.upper
     if name == "rloo":

@@ -68,8 +68,8 @@ class RolloutOutput:
         assert tokens is not None, "the collator asks for log-probabilities"
         is_target_N = batch.target_rows[1] != IGNORE_INDEX
         rows = Rows(
-            batch.target_branches, is_target_N, batch.answer_lengths, context.total,
-            (context.rank, context.size),
+            batch.target_branches, is_target_N, batch.answer_lengths, batch.target_rows[0],
+            context.total, (context.rank, context.size),
         )  # fmt: skip
         answers = Answers(
             settings, rows, tokens.log_probs, tokens.entropy, batch.advantages,
@@ -90,6 +90,7 @@ class RolloutLoss(VLLoss):
     def __init__(self, settings: GRPOConfig, aux_weight: float | None = None):
         self.settings = settings
         tokens, answers = "num_target_tokens", "num_rows"
+        self._adds_kl = settings.loss_type == "real" and not settings.kl_in_reward
         # Weight and divisor of each term, the latter by its entry in a batch.
         terms: dict[str, tuple[float, str]] = {
             "policy_loss": (1.0, aggregation(settings)[1]),
@@ -100,7 +101,8 @@ class RolloutLoss(VLLoss):
         if aux_weight is not None:
             terms["aux_loss"] = aux_weight, "num_batches"
         if settings.has_reference:
-            terms["kl"] = 0.0, tokens
+            # Beside real, otherwise in the policy's term or in rewards.
+            terms["kl"] = (settings.beta if self._adds_kl else 0.0), tokens
         divisor = answers if clips_answers(settings) else tokens
         if settings.loss_type in (*CLIPPED, "gmpo", "rloo"):
             terms |= {f"clip_ratio/{name}_mean": (0.0, divisor) for name in _CLIPS}
@@ -137,14 +139,14 @@ class RolloutLoss(VLLoss):
         entropy_S = a.rows.sum(a.entropy)
         found = {"entropy": entropy_S.detach().sum()}
         if "kl" in self.terms:
-            if settings.loss_type == "rloo":
-                # Its KL term is in the rewards.
+            if settings.kl_in_reward:
                 assert a.reference is not None, "a run with beta has a reference"
                 kl_S = a.rows.sum(a.trainer_old - a.reference)
             else:
                 kl_S = kl_sums(a)
-                sums_S = sums_S + settings.beta * kl_S
-            found["kl"] = kl_S.detach().sum()
+            if not (self._adds_kl or settings.kl_in_reward):
+                sums_S, kl_S = sums_S + settings.beta * kl_S, kl_S.detach()
+            found["kl"] = kl_S.sum()
         found["policy_loss"] = aggregated(sums_S * output.is_real, a)
         if "entropy_bonus" in self.terms:
             found["entropy_bonus"] = self._bonus(a, entropy_S)

@@ -17,6 +17,10 @@ _OTHER_NAMES = {
     "clip_ratio": "epsilon", "clip_ratio_low": "epsilon", "clip_ratio_high": "epsilon_high",
     "kl_loss_coef": "beta", "kl_loss_type": "kl_estimator", "entropy_coeff": "entropy_coef",
 }  # fmt: skip
+_KL_IN_REWARD = (
+    "with advantages of rloo and reinforce_plus_plus the KL term is in the reward, otherwise in "
+    "the loss"
+)
 # And settings of theirs that mean something else, or have no place here.
 _REFUSED = {
     "rollout_is": "verl's weights are importance_sampling_mode token_truncate and "
@@ -31,8 +35,8 @@ _REFUSED = {
     "scale_rewards group or none",
     "online_filtering": "EasyR1 filters by the mean of one reward, which is another rule",
     "use_kl_loss": "the KL term is there with beta above 0",
-    "kl_in_reward": "with loss_type rloo the KL term is in the reward, otherwise in the loss",
-    "use_kl_in_reward": "with loss_type rloo the KL term is in the reward, otherwise in the loss",
+    "kl_in_reward": _KL_IN_REWARD,
+    "use_kl_in_reward": _KL_IN_REWARD,
     "use_adaptive_entropy": "entropy_coef is constant here",
     "sync_ref_model": "the reference does not move here",
 }
@@ -72,6 +76,8 @@ def renamed(given: Mapping[str, Any]) -> dict[str, Any]:
         if len(losses) != 1:
             raise ValueError(f"loss_type {losses} must be one loss")
         values["loss_type"] = losses[0]
+    if values.get("advantage_estimator") == "reinforce_plus_plus":
+        values.setdefault("scale_rewards", "batch")
     scale = values.get("scale_rewards")
     if isinstance(scale, bool):
         values["scale_rewards"] = "group" if scale else "none"

@@ -162,7 +162,7 @@ class Rollouts:
     def is_idle(self, groups: Sequence[Group]) -> bool:
         """Whether nothing would be learned from these groups."""
         settings = self.settings
-        if settings.entropy_coef or (settings.has_reference and settings.loss_type != "rloo"):
+        if settings.entropy_coef or (settings.has_reference and not settings.kl_in_reward):
             return not groups
         return not any(np.any(each.advantages) for each in groups)
 

@@ -10,7 +10,7 @@ from paddle_vl.families.vlm.grpo.other_names import renamed
 
 LossType = Literal[
     "dapo", "grpo", "bnpo", "dr_grpo", "luspo", "cispo", "cispo_range", "sapo", "vespo", "gmpo",
-    "rloo",
+    "rloo", "real", "fipo",
 ]  # fmt: skip
 SamplerMode = Literal[
     "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate",
@@ -20,7 +20,7 @@ Aggregation = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
 ]
 # Losses with a term for each token, and of these the ones of PPO's clipped ratio.
-CLIPPED = ("dapo", "grpo", "bnpo", "dr_grpo", "luspo")
+CLIPPED = ("dapo", "grpo", "bnpo", "dr_grpo", "luspo", "fipo")
 OF_TOKENS = (*CLIPPED, "cispo", "cispo_range", "sapo", "vespo")
 # The losses that read a setting, of settings that not all losses read.
 _READ_BY = {
@@ -30,7 +30,7 @@ _READ_BY = {
     "clip_ratio_c": CLIPPED,
     "loss_agg_mode": OF_TOKENS,
     "importance_sampling_level": tuple(each for each in OF_TOKENS if each != "vespo"),
-    "kl_estimator": (*OF_TOKENS, "gmpo"),
+    "kl_estimator": (*OF_TOKENS, "gmpo", "real"),
     "use_bias_correction_kl": OF_TOKENS,
     "entropy_coef": OF_TOKENS,
     "top_entropy_quantile": OF_TOKENS,
@@ -42,6 +42,11 @@ _READ_BY = {
     "vespo_lambda_pos": ("vespo",),
     "vespo_k_neg": ("vespo",),
     "vespo_lambda_neg": ("vespo",),
+    "real_tau": ("real",),
+    "fipo_decay_rate": ("fipo",),
+    "fipo_clip_range": ("fipo",),
+    "fipo_clip_high_only": ("fipo",),
+    "fipo_safety_threshold": ("fipo",),
 }
 # In front of the pattern of a reward.
 FORMAT = "format:"
@@ -55,13 +60,16 @@ class GRPOConfig(Section):
     """loss: dapo, a mean over all tokens of an update; grpo, over answers of means over their
     tokens (GSPO with importance_sampling_level sequence); dr_grpo, divided by the longest length;
     luspo, sums of answers; cispo, of capped weights (cispo_range: clipped to both sides, MiniMax's
-    and verl's); sapo, with a soft gate; vespo; gmpo, geometric means; rloo, of whole answers; bnpo
-    is dapo, since a divisor is of the update here, not of a micro-batch"""
+    and verl's); sapo, with a soft gate; vespo; gmpo, geometric means; rloo, of whole answers; real,
+    better answers of a group against the others; fipo, dapo with terms weighed by how much likelier
+    the tokens behind them have become; bnpo is dapo, since a divisor is of the update here, not of
+    a micro-batch"""
     loss_agg_mode: Aggregation | None = None
     """verl's name of how token terms are added up, in place of what loss_type says; answers without
     a learned token leave the divisor"""
-    importance_sampling_level: Literal["token", "sequence"] = "token"
-    """ratio of the policies by token, or the geometric mean over an answer's tokens (GSPO)"""
+    importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token"
+    """ratio of the policies by token, or the geometric mean over an answer's tokens (GSPO), whose
+    gradient with sequence_token is each token's own (GSPO-token)"""
     epsilon: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """how far below 1 a ratio may fall before it is clipped; of gmpo, of a log-ratio"""
     epsilon_high: Annotated[float | None, Field(gt=0)] = None
@@ -80,7 +88,7 @@ class GRPOConfig(Section):
     too); null: no bound, as TRL"""
     use_bias_correction_kl: bool | None = None
     """multiply the estimate by the ratio of the policies, whose gradient then is that of the KL
-    divergence; default: with k3, except for gmpo"""
+    divergence; default: with k3, except for gmpo and real"""
     ref_model: FilePath | None = None
     """the reference; default: model.pretrained, with model.lora without its adapters"""
     entropy_coef: float = 0.0
@@ -119,6 +127,16 @@ class GRPOConfig(Section):
     """power of vespo's weight where the advantage is negative"""
     vespo_lambda_neg: Annotated[float, Field(ge=0)] = 2.0
     """its decay there"""
+    real_tau: Annotated[float, Field(gt=0)] = 0.5
+    """divides real's scores, the mean log-ratios of answers"""
+    fipo_decay_rate: Annotated[float, Field(gt=0)] = 32.0
+    """tokens after which a later log-ratio counts half in fipo's weight"""
+    fipo_clip_range: Annotated[float | None, Field(gt=0, lt=1)] = 0.2
+    """how far from 1 fipo's weight may be; null: no bound"""
+    fipo_clip_high_only: bool = True
+    """a weight of fipo of at least 1"""
+    fipo_safety_threshold: Annotated[float | None, Field(gt=0)] = 4.0
+    """ratio above which the weight is 0.8 to 1 where the advantage is negative; null: none"""
     num_generations: Annotated[int, Field(ge=2)] = 8
     """answers to a prompt, which are compared with each other"""
     num_iterations: Annotated[int, Field(ge=1)] = 1
@@ -149,9 +167,10 @@ class GRPOConfig(Section):
     )
     """normalise the sum of an answer's rewards, or each reward in its group and then the sum over
     the batch (GDPO)"""
-    advantage_estimator: Literal["grpo", "rloo"] | None = None
+    advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus"] | None = None
     """distance from the mean of the group, or of its other answers; default: rloo with loss_type
-    rloo"""
+    rloo; reinforce_plus_plus: from the mean of the group, scaled by the deviation of these
+    distances (scale_rewards, here batch by default); the latter two have the KL in rewards"""
     normalize_advantages: bool = False
     """divide rloo's advantages by their deviation over the batch"""
     reward_clip_range: Annotated[list[float] | None, Field(min_length=2, max_length=2)] = None
@@ -190,8 +209,9 @@ class GRPOConfig(Section):
     @property
     def corrects_kl(self) -> bool:
         """Whether the KL estimate is multiplied by the ratio."""
-        given = self.use_bias_correction_kl
-        return (self.kl_estimator == "k3" and self.loss_type != "gmpo") if given is None else given
+        if (given := self.use_bias_correction_kl) is not None:
+            return given
+        return self.kl_estimator == "k3" and self.loss_type in OF_TOKENS
 
     @property
     def has_reference(self) -> bool:
@@ -199,9 +219,14 @@ class GRPOConfig(Section):
         return self.beta > 0
 
     @property
-    def estimator(self) -> Literal["grpo", "rloo"]:
+    def estimator(self) -> Literal["grpo", "rloo", "reinforce_plus_plus"]:
         """How advantages are estimated."""
         return self.advantage_estimator or ("rloo" if self.loss_type == "rloo" else "grpo")
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether the KL term is in the rewards, not in the loss."""
+        return self.has_reference and self.estimator != "grpo"
 
     @property
     def patterns(self) -> list[str]:
@@ -321,13 +346,19 @@ class GRPOConfig(Section):
         is_rloo, fields = self.estimator == "rloo", type(self).model_fields
         if self.loss_type == "rloo" and not is_rloo:
             yield "grpo.loss_type rloo has advantages of its own: remove grpo.advantage_estimator"
-        of_grpo = ("scale_rewards", "multi_objective_aggregation")
-        for setting in of_grpo if is_rloo else ("normalize_advantages", "reward_clip_range"):
-            if (value := getattr(self, setting)) != fields[setting].default:
-                other = "grpo" if is_rloo else "rloo"
+        readers = {"scale_rewards": ("grpo", "reinforce_plus_plus")}
+        readers |= {"multi_objective_aggregation": ("grpo",)}
+        readers |= dict.fromkeys(("normalize_advantages", "reward_clip_range"), ("rloo",))
+        if self.has_reference and self.loss_type != "rloo":
+            # Of the KL term in a loss.
+            names = ("kl_estimator", "kl_clamp", "use_bias_correction_kl")
+            readers |= dict.fromkeys((*names, "importance_sampling_weighs_kl"), ("grpo",))
+        for setting, of in readers.items():
+            value = getattr(self, setting)
+            if self.estimator not in of and value != fields[setting].default:
                 yield (
                     f"grpo.{setting} is {value}, which advantages of {self.estimator} do not read: "
-                    f"remove it, or set grpo.advantage_estimator={other}"
+                    f"remove it, or set grpo.advantage_estimator={of[0]}"
                 )
         if (
             self.multi_objective_aggregation == "normalize_then_sum"
