@@ -6,11 +6,9 @@ float32 tensors.
 Shapes: as in `paddle_vl.nn.attention`; N rows, C channels.
 """
 
-import ctypes
 import logging
 import math
 import os
-import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -30,6 +28,7 @@ from paddle_vl.nn.attention import (
 )
 from paddle_vl.nn.attention_masks import AttentionMask
 from paddle_vl.nn.cpu.attention import sees
+from paddle_vl.nn.cpu.calls import has_graph, library, load, num_threads, run
 from paddle_vl.nn.cpu.kernels import (
     MIXING_DRAWS,
     contiguous,
@@ -50,7 +49,6 @@ _MOST_KEYS, _MOST_WIDTH = 1 << 16, 1024
 # Added to no score: replaces those of hidden keys. The lowest finite score of `paddle_vl.nn`.
 _HIDDEN = -2.3819763e38
 _log = logging.getLogger(__name__)
-_library: Any = None
 _refused: str | None = None
 
 
@@ -81,28 +79,6 @@ def enable() -> bool:
     return True
 
 
-def load() -> bool:
-    """Compile and load the library, once: whether it was not there yet.
-
-    Raises:
-        CompilerError: see `compiler.load_kernels`.
-    """
-    global _library
-    if _library is not None:
-        return False
-    from paddle_vl.nn.cpu import compiler
-
-    library = compiler.load_kernels()
-    source = compiler.SOURCE.read_text(encoding="utf-8")
-    for name, arguments in re.findall(r"^void (\w+)\(([^)]*)\) \{", source, re.MULTILINE):
-        given = [one.split() for one in arguments.split(",")]
-        getattr(library, name).argtypes = [
-            _Data if "*" in "".join(one) else _TYPES[one[0]] for one in given
-        ]
-    _library = library
-    return True
-
-
 def disable() -> None:
     """Take the other kernels again."""
     set_compiled(False)
@@ -113,53 +89,9 @@ def refusal() -> str | None:
     return _refused
 
 
-class _Data:
-    """A pointer argument: the data of a tensor or an array, an address, or NULL for None."""
-
-    @classmethod
-    def from_param(cls, x: Any) -> ctypes.c_void_p:
-        if isinstance(x, np.ndarray):
-            return ctypes.c_void_p(x.ctypes.data)
-        return ctypes.c_void_p(x if x is None or isinstance(x, int) else x.data_ptr())
-
-
-_TYPES = {"i64": ctypes.c_int64, "int": ctypes.c_int, "float": ctypes.c_float,
-          "uint64_t": ctypes.c_uint64}  # fmt: skip
-
-
 def _size(x: Tensor) -> int:
     # Faster than `x.size`.
     return math.prod(x.shape)
-
-
-def library() -> Any:
-    """The loaded kernels."""
-    return _library
-
-
-def num_threads() -> int:
-    """Threads of a kernel."""
-    return _library.omp_get_max_threads()
-
-
-class _NoGraph:
-    """In place of a PyLayer's context where no backward pass follows."""
-
-    def save_for_backward(self, *tensors: Tensor) -> None:
-        pass
-
-
-def has_graph(ctx: Any) -> bool:
-    """Whether a backward pass may follow a `PyLayer`'s forward of this context."""
-    return not isinstance(ctx, _NoGraph)
-
-
-def run(function: type[PyLayer], *args: Any, **kwargs: Any) -> Any:
-    """`function.apply`; without its cost, most of an answer's step, where no graph is recorded."""
-    if paddle.is_grad_enabled():
-        return function.apply(*args, **kwargs)
-    context: Any = _NoGraph()
-    return function.forward(context, *args, **kwargs)
 
 
 # Activations
@@ -170,14 +102,14 @@ class _TanhGelu(PyLayer):
     def forward(ctx, x):
         ctx.save_for_backward(x)
         y = empty(x.shape)
-        _library.gelu_tanh_forward(x, y, _size(x))
+        library().gelu_tanh_forward(x, y, _size(x))
         return y
 
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensor()
         grad, grad_x = contiguous(grad), empty(x.shape)
-        _library.gelu_tanh_backward(x, grad, grad_x, _size(x))
+        library().gelu_tanh_backward(x, grad, grad_x, _size(x))
         return grad_x
 
 
@@ -201,7 +133,7 @@ class _Gated(PyLayer):
         stride = tensors[0].shape[-1]
         columns = stride * len(tensors) // 2
         y = empty([*tensors[0].shape[:-1], columns])
-        _library.gated_forward(
+        library().gated_forward(
             *_gate_and_up(tensors), y, _size(tensors[0]) // stride, columns, stride, is_gelu
         )
         return y
@@ -211,7 +143,7 @@ class _Gated(PyLayer):
         tensors = ctx.saved_tensor()
         grad, grads = contiguous(grad), [empty(x.shape) for x in tensors]
         stride = tensors[0].shape[-1]
-        _library.gated_backward(
+        library().gated_backward(
             *_gate_and_up(tensors),
             grad,
             *_gate_and_up(grads),
@@ -256,7 +188,7 @@ class _Dropout(PyLayer):
     def forward(ctx, x, p):
         ctx.kept, ctx.factor = np.empty(_size(x), dtype=np.uint8), 1.0 / (1.0 - p)
         y, (first, rest), seed = empty(x.shape), dropout_threshold(p), dropout_seed()
-        _library.dropout_forward(
+        library().dropout_forward(
             x, y, ctx.kept, _size(x), *seed, MIXING_DRAWS, first, rest, ctx.factor
         )
         return y
@@ -264,7 +196,7 @@ class _Dropout(PyLayer):
     @staticmethod
     def backward(ctx, grad):
         grad, grad_x = contiguous(grad), empty(grad.shape)
-        _library.dropout_backward(grad, ctx.kept, grad_x, _size(grad), ctx.factor)
+        library().dropout_backward(grad, ctx.kept, grad_x, _size(grad), ctx.factor)
         return grad_x
 
 
@@ -290,7 +222,7 @@ class _Rotary(PyLayer):
 def _rotated(x: Tensor, tables: RotaryTables, direction: float) -> Tensor:
     y = empty(x.shape)
     heads, width = x.shape[-2:]
-    _library.rotate(
+    library().rotate(
         x, y, tables.cos_TH, tables.sin_TH, _size(x) // (heads * width), heads, width, direction
     )
     return y
@@ -338,7 +270,7 @@ def normed_rotary(
     for x, weight in ((q_TNH, q_weight_H), (k_TKH, k_weight_H)):
         made.append(y := empty(x.shape))
         heads, width = x.shape[-2:]
-        _library.normed_rotary(
+        library().normed_rotary(
             x,
             weight,
             y,
@@ -367,7 +299,7 @@ class _Norm(PyLayer):
         rows = _size(x) // channels
         y = empty(x.shape)
         statistics = empty([rows, 2]) if has_graph(ctx) else None
-        _library.norm_forward(
+        library().norm_forward(
             x, weight, bias, y, statistics, rows, channels, epsilon, offset, centres
         )
         ctx.save_for_backward(x, statistics)
@@ -382,7 +314,7 @@ class _Norm(PyLayer):
         grad, grad_x = contiguous(grad), empty(x.shape)
         vectors = [empty([channels]) for _ in ctx.needs[1:]]
         sums = empty([num_threads() * 2 * channels])
-        _library.norm_backward(
+        library().norm_backward(
             x,
             weight,
             grad,
@@ -428,7 +360,7 @@ class _GatedNorm(PyLayer):
         channels = x.shape[-1]
         rows = _size(x) // channels
         y, inverses = empty(x.shape), empty([rows])
-        _library.gated_norm_forward(
+        library().gated_norm_forward(
             x, gate, weight, y, inverses, rows, channels, epsilon, is_sigmoid
         )
         ctx.save_for_backward(x, gate, weight, inverses)
@@ -442,7 +374,7 @@ class _GatedNorm(PyLayer):
         channels = x.shape[-1]
         grads = [empty(t.shape) for t in (x, gate, weight)]
         sums = empty([num_threads() * channels])
-        _library.gated_norm_backward(
+        library().gated_norm_backward(
             x,
             gate,
             weight,
@@ -477,7 +409,7 @@ class _Convolution(PyLayer):
         y, weight_JE = empty(u.shape), weight.t().contiguous()
         places = None if packed is None else packed.once(_places)
         ctx.sizes = (*u.shape, weight.shape[1])
-        _library.convolution_forward(u, before, weight_JE, places, y, *ctx.sizes)
+        library().convolution_forward(u, before, weight_JE, places, y, *ctx.sizes)
         ctx.save_for_backward(u, weight_JE, *([] if before is None else [before]))
         given = (u, weight) if before is None else (u, weight, before)
         ctx.needs, ctx.places = [not t.stop_gradient for t in given], places
@@ -488,7 +420,7 @@ class _Convolution(PyLayer):
         u, weight_JE, *others = ctx.saved_tensor()
         before = others[0] if others else None
         grads = [empty(t.shape) for t in (u, weight_JE, *others)]
-        _library.convolution_backward(
+        library().convolution_backward(
             u,
             before,
             weight_JE,
@@ -547,7 +479,7 @@ class _DeltaRule(PyLayer):
         grads = [empty(x.shape) for x in inputs]
         sizes = _delta_sizes(inputs[0], inputs[1], inputs[2], ctx.sequences)
         room = _delta_room(*sizes[-2:])
-        _library.delta_backward(
+        library().delta_backward(
             *inputs, kept, ctx.sequences, contiguous(grad), *grads, *sizes, room, room.shape[1]
         )
         return tuple(g if need else None for g, need in zip(grads, ctx.needs, strict=True))
@@ -563,7 +495,9 @@ def _delta_forward(
     q, k, v, *_ = inputs
     sizes, out = _delta_sizes(q, k, v, sequences), empty(v.shape)
     room = _delta_room(*sizes[-2:])
-    _library.delta_forward(*inputs, state, sequences, out, after, kept, *sizes, room, room.shape[1])
+    library().delta_forward(
+        *inputs, state, sequences, out, after, kept, *sizes, room, room.shape[1]
+    )
     return out, after
 
 
@@ -621,7 +555,7 @@ def gated_delta_rule(
     if length > 1 or packed is not None:
         return _delta_forward(inputs, state_BNCV, sequences, after, None)
     out, sizes = empty(v_BLNV.shape), (batch, key_heads, heads, width, values)
-    _library.delta_token(*inputs, state_BNCV, after, out, *sizes)
+    library().delta_token(*inputs, state_BNCV, after, out, *sizes)
     return out, after
 
 
@@ -657,7 +591,7 @@ class _Attention(PyLayer):
         ctx.room, ctx.kept = _BLOCK * longest, (segments, key_bias, seen)
         ctx.needs = [not x.stop_gradient for x in (q, k, v)]
         room = empty([num_threads() * ctx.room])
-        _library.attention_forward(q, k, v, out, statistics, *ctx.sizes, room, ctx.room)
+        library().attention_forward(q, k, v, out, statistics, *ctx.sizes, room, ctx.room)
         # Detached: kept itself, an output without a backward pass would never be freed.
         ctx.save_for_backward(q, k, v, out.detach(), statistics)
         return out
@@ -667,7 +601,7 @@ class _Attention(PyLayer):
         kept = ctx.saved_tensor()
         grads = [empty(x.shape) for x in kept[:3]]
         room, grad = empty([2 * num_threads() * ctx.room]), contiguous(grad)
-        _library.attention_backward(*kept, grad, *grads, *ctx.sizes, room, ctx.room)
+        library().attention_backward(*kept, grad, *grads, *ctx.sizes, room, ctx.room)
         return tuple(x if need else None for x, need in zip(grads, ctx.needs, strict=True))
 
 
@@ -813,7 +747,7 @@ def _token_attention(
     heads, width = query.shape[-2:]
     out, room_size = empty(query.shape), heads * longest
     room = empty([num_threads() * room_size])
-    _library.token_attention(
+    library().token_attention(
         *tensors,
         out,
         *(query.shape[0], heads, key_heads, width, *strides, longest),
@@ -854,7 +788,7 @@ def swiglu_mlp(x_TD: Tensor, gate_up_proj: Any, down_proj: Any) -> Tensor:
     gate_up, down = gate_up_proj.weight, down_proj.weight
     (rows, width), (inner, _) = x_TD.shape, down.shape
     y_TD, room = empty(x_TD.shape), empty([rows * 3 * inner])
-    _library.token_mlp(x_TD, gate_up, down, y_TD, rows, width, inner, room)
+    library().token_mlp(x_TD, gate_up, down, y_TD, rows, width, inner, room)
     return y_TD
 
 
@@ -876,7 +810,7 @@ def routed_experts(
     (num_rows, copies), (num_experts, inner, width) = indices_RK.shape, experts.down_proj.shape
     total, counts_E = num_rows * copies, paddle.zeros([num_experts], dtype="int64")
     y_RD, room = empty(x_RD.shape), empty([total * (2 * width + 3 * inner)])
-    _library.token_experts(
+    library().token_experts(
         *(x_RD, contiguous(indices_RK), weights_RK, experts.gate_up_proj, experts.down_proj, y_RD),
         *(counts_E, num_rows, copies, num_experts, width, inner),
         *(room, np.empty(total + num_experts + 1, dtype=np.int64)),
@@ -922,7 +856,7 @@ def self_attention(
     of_threads = num_threads() * heads * keys.length
     y_RD = empty(x_RD.shape)
     room = empty([rows * (outputs + 2 * (query_width + key_width)) + of_threads])
-    _library.token_self_attention(
+    library().token_self_attention(
         *(x_RD, qkv, projection, norm.weight, layer.k_norm.weight, *tables),
         *(key, value, *places, bias_RS, y_RD),
         *(rows, channels, heads, key_width // width, width, tables.cos_TH.shape[-1]),
@@ -966,7 +900,7 @@ def gated_delta_net(
     mixed, (inner, channels), rows = taps.shape[0], out_proj.shape, x_RD.shape[0]
     key_heads = (mixed - inner) // (2 * width)
     y_RD, room = empty(x_RD.shape), empty([rows * (2 * (mixed + inner) + 5 * heads)])
-    _library.token_delta_net(
+    library().token_delta_net(
         *(x_RD, in_proj, taps, layer.decay.A_log, layer.decay.dt_bias, layer.norm.weight),
         *(out_proj, inputs_BJE, state_BNCV, rows_R, y_RD),
         *(rows, channels, key_heads, heads, width, values, taps.shape[2]),

@@ -1,5 +1,5 @@
 """`paddle_vl.nn.residual_streams` on the CPU, mostly by compiled kernels; see
-`paddle_vl.nn.cpu.compiled`.
+`paddle_vl.nn.cpu.calls`.
 
 Shapes: as there.
 """
@@ -8,7 +8,7 @@ import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from paddle_vl.nn.cpu import compiled
+from paddle_vl.nn.cpu.calls import has_graph, library, num_threads, run
 from paddle_vl.nn.cpu.kernels import contiguous, empty, is_dense
 
 # Numbers of a chunk of rows, and its fewest and most rows.
@@ -21,18 +21,18 @@ class _Read(PyLayer):
     @staticmethod
     def forward(ctx, x, norm, down, up, inject, streams, epsilon):
         (rows, channels), rank = x.shape, down.shape[1]
-        width, has_graph = channels // streams, compiled.has_graph(ctx)
+        width, keeps = channels // streams, has_graph(ctx)
         read = empty([rows, width])
         writes = None if inject is None else empty([rows, streams])
-        low = empty([rows, rank]) if has_graph else None
+        low = empty([rows, rank]) if keeps else None
         most = min(max(_FEWEST, min(_MOST, _CHUNK // channels)), rows)
         of_row = 2 * channels + 3 * rank + streams
-        room = empty([compiled.num_threads(), most * of_row])
+        room = empty([num_threads(), most * of_row])
         sizes = (rows, streams, width, rank, epsilon, most)
-        compiled.library().read_streams_forward(
+        library().read_streams_forward(
             *(x, norm, down, up, inject, read, writes, low, *sizes, room, room.shape[1])
         )
-        if has_graph:
+        if keeps:
             given = [x, norm, down, up] if inject is None else [x, norm, down, up, inject]
             ctx.needs, ctx.sizes = [not t.stop_gradient for t in given], sizes
             # A copy: an output that is kept would never be freed.
@@ -49,8 +49,8 @@ class _Read(PyLayer):
         grads += [] if inject is None else [empty(inject.shape)]
         found = [g if need else None for g, need in zip(grads, ctx.needs, strict=True)]
         of_row, summed = 3 * channels + 3 * rank + 2 * streams, 1 + 2 * rank + streams
-        room = empty([compiled.num_threads(), most * of_row + channels * summed])
-        compiled.library().read_streams_backward(
+        room = empty([num_threads(), most * of_row + channels * summed])
+        library().read_streams_backward(
             *(x, norm, down, up, inject, low, writes, contiguous(grad_read)),
             *(None if grad_writes is None else contiguous(grad_writes), grads[0]),
             *(*found[1:], None)[:4],
@@ -74,14 +74,14 @@ def read_streams(
     epsilon: float,
 ) -> tuple[Tensor, Tensor | None]:
     """`residual_streams.read_streams`."""
-    return compiled.run(_Read, x_TC, norm_C, down_CR, up_RC, inject_CS, streams, epsilon)
+    return run(_Read, x_TC, norm_C, down_CR, up_RC, inject_CS, streams, epsilon)
 
 
 class _Write(PyLayer):
     @staticmethod
     def forward(ctx, x, out, weights):
         y, sizes = empty(x.shape), (*weights.shape, out.shape[1])
-        compiled.library().write_streams_forward(x, out, weights, y, *sizes)
+        library().write_streams_forward(x, out, weights, y, *sizes)
         ctx.save_for_backward(out, weights)
         ctx.needs, ctx.sizes = [not t.stop_gradient for t in (x, out, weights)], sizes
         return y
@@ -90,7 +90,7 @@ class _Write(PyLayer):
     def backward(ctx, grad):
         out, weights = ctx.saved_tensor()
         grad, grads = contiguous(grad), [empty(t.shape) for t in (out, weights)]
-        compiled.library().write_streams_backward(out, weights, grad, *grads, *ctx.sizes)
+        library().write_streams_backward(out, weights, grad, *grads, *ctx.sizes)
         return tuple(g if need else None for g, need in zip((grad, *grads), ctx.needs, strict=True))
 
 
@@ -101,7 +101,7 @@ def fits_write(x_TC: Tensor, out_TD: Tensor, weights_TS: Tensor) -> bool:
 
 def write_streams(x_TC: Tensor, out_TD: Tensor, weights_TS: Tensor) -> Tensor:
     """`residual_streams.write_streams`."""
-    return compiled.run(_Write, x_TC, out_TD, weights_TS)
+    return run(_Write, x_TC, out_TD, weights_TS)
 
 
 def spread(out_TD: Tensor, weights_TS: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from paddle_vl.cli.main import main
 from paddle_vl.config.schema import LoRAConfig
 from paddle_vl.generation.sampling import Sampling
 from paddle_vl.nn.attention import causal_attention
-from paddle_vl.nn.cpu import compiled, compiler, kernel_check
+from paddle_vl.nn.cpu import calls, compiled, compiler, kernel_check
 from paddle_vl.nn.cpu import kernels as cpu
 from paddle_vl.nn.delta_rule import gated_delta_rule
 from paddle_vl.nn.dispatch import has_compiled, use_kernels
@@ -37,7 +37,7 @@ def _enabled():
 def fresh(monkeypatch, tmp_path):
     """Nothing loaded and an empty cache; compiled without optimization, which is quick."""
     compiled.disable()
-    monkeypatch.setattr(compiled, "_library", None)
+    monkeypatch.setattr(calls, "_library", None)
     monkeypatch.setattr(compiled, "_refused", None)
     monkeypatch.setattr(compiler, "FLAGS", ("-O0", "-fPIC", "-fopenmp"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -168,8 +168,8 @@ class Recorded:
 def test_the_setting_of_a_run_chooses_between_them_and_the_kernels_in_paddle(monkeypatch, tmp_path):
     compiled.disable()
     losses = []
-    library, run_file = Recorded(compiled._library), write_tiny_run(tmp_path)
-    monkeypatch.setattr(compiled, "_library", library)
+    library, run_file = Recorded(calls.library()), write_tiny_run(tmp_path)
+    monkeypatch.setattr(calls, "_library", library)
     accumulate = ModelRunner.accumulate_gradients
 
     def accumulated(*args):
@@ -194,6 +194,7 @@ def test_the_setting_of_a_run_chooses_between_them_and_the_kernels_in_paddle(mon
 
 
 TOKEN = {"token_self_attention", "token_delta_net", "token_mlp"}
+PARTS = TOKEN | {"token_experts"}
 
 
 @pytest.mark.usefixtures("_enabled")
@@ -204,7 +205,7 @@ TOKEN = {"token_self_attention", "token_delta_net", "token_mlp"}
         ("engine", TOKEN),
         # Each layer runs part by part.
         ("adapter", set()),
-        ("experts", TOKEN),
+        ("experts", PARTS),
         ("padding", {"token_self_attention", "token_mlp"}),
     ],
 )
@@ -212,8 +213,8 @@ def test_a_token_of_an_answer_is_a_call_per_part_where_nothing_else_is_in_it(
     monkeypatch, case, called
 ):
     """Experts have a shared MLP; hidden tokens reach a DeltaNet layer's state."""
-    library = Recorded(compiled._library)
-    monkeypatch.setattr(compiled, "_library", library)
+    library = Recorded(calls.library())
+    monkeypatch.setattr(calls, "_library", library)
     model = tiny_qwen3_5(**(EXPERTS_3_5 if case == "experts" else {}))
     if case == "adapter":
         model.add_lora(LoRAConfig(r=2, target_modules=["o_proj", "out_proj", "down_proj"]))
@@ -228,7 +229,7 @@ def test_a_token_of_an_answer_is_a_call_per_part_where_nothing_else_is_in_it(
                 found = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=4)
                 answers.append(found.tolist())
     assert answers[0] == answers[1]
-    assert library.called & TOKEN == called
+    assert library.called & PARTS == called
 
 
 def _answered(model, ids: np.ndarray) -> list[list[int | None]]:
@@ -247,6 +248,10 @@ WRONG = {
     "apply_rotary": ("o[j] = a[j] * c[j] + a[j + half]", "o[j] = a[j] * c[j] - a[j + half]"),
     "self_attention": ("*= 1.0f / (1.0f + fast_exp(-gate[j]))", "*= fast_exp(-gate[j])"),
     "gated_delta_net": ("wide > 20.0f ? wide : log1pf(expf(wide))", "wide"),
+    "read_streams": ("grad_low[j] *= slopes[j]", "grad_low[j] *= 2.0f * slopes[j]"),
+    "write_streams": ("along += g[j] * b[j];", "along += g[j];"),
+    "routed_experts": ("places[n] = ends[indices[n]]++", "places[ends[indices[n]]++] = n"),
+    "gated_rms_norm.sigmoid": ("is_sigmoid ? s * (1.0f - s)", "is_sigmoid ? s"),
     "swiglu_mlp": ("gated_forward(room, room + inner", "gated_forward(room, room"),
 }
 
