@@ -40,7 +40,8 @@ from paddle_vl.nn.block_samples import (
     packed_block_samples,
     padded_samples,
 )
-from paddle_vl.nn.dispatch import on_both, operation
+from paddle_vl.nn.cpu import block_attention as compiled
+from paddle_vl.nn.dispatch import Kernel, on_both, operation
 from paddle_vl.nn.operations import GemmaRMSNorm, gemma_rms_norm
 from paddle_vl.nn.placement import RegionOps
 from paddle_vl.nn.residual_streams import Weight
@@ -82,22 +83,30 @@ def chosen_blocks(q_TIC: Tensor, keys_XC: Tensor, samples: BlockSamples) -> Tens
         q_TIC: normalized and rotated.
         keys_XC: of the blocks of samples that choose, one sample after the other.
     """
-    size, width, found = samples.sizes.size, keys_XC.shape[1], []
+    width, found = keys_XC.shape[1], []
     for part in samples.parts:
         of_part = keys_XC[part.block : part.block + part.blocks].astype("float32")
-        block_X = paddle.arange(part.blocks, dtype="int32")
         for chunk in part.chunks(4 * part.blocks, _SCORE_BYTES):
             q_QIC = q_TIC[chunk.queries].astype("float32")
             scores_QX = paddle.zeros([chunk.count, part.blocks])
             for head in range(q_QIC.shape[1]):
                 scores_QX += F.relu(paddle.matmul(q_QIC[:, head], of_part, transpose_y=True))
-            scores_QX = scores_QX / width**0.5
-            complete_Q1 = (chunk.places() + 1) // size
-            hidden_QX = paddle.where(block_X < complete_Q1, scores_QX, -1.0)
-            order_QX = paddle.argsort(-hidden_QX, axis=-1, stable=True)
-            best_QJ = order_QX[:, : samples.sizes.chosen]
-            found.append(paddle.sort(best_QJ, axis=-1).astype("int32"))
+            found.append(best_blocks(scores_QX / width**0.5, chunk, samples.sizes))
     return paddle.concat(found)
+
+
+@operation
+def best_blocks(scores_QX: Tensor, chunk: Choosing, sizes: BlockSizes) -> Tensor:
+    """The J best of the complete blocks of each query, ascending: int32 `[Q, J]`; the lowest ones
+    among equal scores, which are not negative."""
+    complete_Q1 = (chunk.places() + 1) // sizes.size
+    block_X = paddle.arange(scores_QX.shape[1], dtype="int32")
+    hidden_QX = paddle.where(block_X < complete_Q1, scores_QX, -1.0)
+    order_QX = paddle.argsort(-hidden_QX, axis=-1, stable=True)
+    return paddle.sort(order_QX[:, : sizes.chosen], axis=-1).astype("int32")
+
+
+best_blocks.kernels = [Kernel("cpu", "C", compiled.best_blocks, compiled.fits_scores)]
 
 
 @operation
@@ -175,7 +184,10 @@ class GatheredAttention(PyLayer):
         return *found, None
 
 
-chosen_attention.kernels = on_both(GatheredAttention)
+chosen_attention.kernels = [
+    Kernel("cpu", "C", compiled.chosen_attention, compiled.fits_chosen),
+    *on_both(GatheredAttention),
+]
 
 
 @operation

@@ -398,6 +398,14 @@ def _chosen_blocks(r: Rng, s: Sizes) -> Inputs:
     return Inputs((q, keys, lambda: _block_samples(s)))
 
 
+def _best_blocks(r: Rng, s: Sizes) -> Inputs:
+    """Scores of which many are equal, and zero."""
+    samples = _block_samples(s)
+    (part,) = samples.parts
+    scores = np.maximum(normal(r, part.count, part.blocks), 0.0).round(1)
+    return Inputs((scores, part, samples.sizes), tables=(0,))
+
+
 def _chosen(r: Rng, s: Sizes) -> Inputs:
     """Blocks of the queries that choose: their first ones."""
     sizes = BlockSizes(4, s.rows // 16)
@@ -501,6 +509,7 @@ ROWS: dict[str, Make] = {
     "dilated_conv_silu.packed": lambda r, s: _dilated(r, s, s.length // 3, s.length - 2),
     "block_keys": _block_keys,
     "chosen_blocks": _chosen_blocks,
+    "best_blocks": _best_blocks,
     "biased_linear": _biased_linear,
     "swiglu_mlp": _swiglu_mlp,
     "apply_rotary": _apply_rotary,

@@ -92,7 +92,7 @@ def load() -> bool:
     from paddle_vl.nn.cpu import compiler
 
     library = compiler.load_kernels()
-    source = compiler.SOURCE.read_text(encoding="utf-8")
+    source = "".join(file.read_text(encoding="utf-8") for file in compiler.SOURCES)
     for name, arguments in re.findall(r"^void (\w+)\(([^)]*)\) \{", source, re.MULTILINE):
         given = [one.split() for one in arguments.split(",")]
         getattr(library, name).argtypes = [
@@ -100,6 +100,11 @@ def load() -> bool:
         ]
     _library = library
     return True
+
+
+def library() -> Any:
+    """The kernels, once they are loaded."""
+    return _library
 
 
 def disable() -> None:
