@@ -47,7 +47,7 @@ from paddle_vl.nn.placement import RegionOps
 from paddle_vl.nn.residual_streams import Weight
 
 # Bytes of the scores, and of the gathered keys, of a chunk of queries.
-_SCORE_BYTES = 64 << 20
+_SCORE_BYTES = 16 << 20
 _GATHERED_BYTES = 256 << 20
 
 
@@ -85,12 +85,15 @@ def chosen_blocks(q_TIC: Tensor, keys_XC: Tensor, samples: BlockSamples) -> Tens
     """
     width, found = keys_XC.shape[1], []
     for part in samples.parts:
-        of_part = keys_XC[part.block : part.block + part.blocks].astype("float32")
         for chunk in part.chunks(4 * part.blocks, _SCORE_BYTES):
+            # Those that the last of these queries has behind it.
+            complete = (chunk.place + chunk.count) // samples.sizes.size
+            of_part = keys_XC[part.block : part.block + complete].astype("float32")
             q_QIC = q_TIC[chunk.queries].astype("float32")
-            scores_QX = paddle.zeros([chunk.count, part.blocks])
+            scores_QX = paddle.zeros([chunk.count, complete])
             for head in range(q_QIC.shape[1]):
-                scores_QX += F.relu(paddle.matmul(q_QIC[:, head], of_part, transpose_y=True))
+                products_QX = paddle.matmul(q_QIC[:, head], of_part, transpose_y=True)
+                scores_QX += F.relu_(products_QX)
             found.append(best_blocks(scores_QX / width**0.5, chunk, samples.sizes))
     return paddle.concat(found)
 
@@ -201,9 +204,11 @@ def block_attention(
         `[T, N, H]` in the dtype of the queries.
     """
     of_chosen = chosen_attention(q_TNH, k_RKH, v_RKH, chosen_QJ, samples)
+    rows = [*_dense(q_TNH, k_RKH, v_RKH, samples), of_chosen]
+    if (order_T := samples.order(q_TNH.shape[0])) is None:
+        return paddle.concat(rows)
     nowhere = paddle.zeros([1, *q_TNH.shape[1:]], q_TNH.dtype)
-    rows = paddle.concat([*_dense(q_TNH, k_RKH, v_RKH, samples), of_chosen, nowhere])
-    return paddle.index_select(rows, samples.order(q_TNH.shape[0]))
+    return paddle.index_select(paddle.concat([*rows, nowhere]), order_T)
 
 
 def _dense(q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, samples: BlockSamples) -> Iterator[Tensor]:

@@ -49,6 +49,9 @@ static inline void rows_of(const float *x, i64 stride, const Seen *s, uint32_t j
   }
 }
 
+/* A row of `TOKENS` numbers. */
+typedef float Few __attribute__((vector_size(16), aligned(4), may_alias));
+
 static inline __attribute__((always_inline)) Lanes halves(Wide x) {
   const Lanes *half = (const Lanes *)&x;
   Lanes sum = half[0];
@@ -61,7 +64,6 @@ static inline __attribute__((always_inline)) void products_of(int rows, const fl
                                                               const float *const *key, i64 width,
                                                               float scale, float *y, i64 step) {
   Wide s[ROWS][TOKENS] = {{{0.0f}}};
-  float rest[ROWS][TOKENS] = {{0.0f}};
   i64 i = 0;
   for (; i + WIDE <= width; i += WIDE) {
     Wide own[TOKENS];
@@ -71,13 +73,14 @@ static inline __attribute__((always_inline)) void products_of(int rows, const fl
       for (int n = 0; n < TOKENS; n++) s[r][n] += of_row * own[n];
     }
   }
-  for (; i < width; i++)
-    for (int r = 0; r < rows; r++)
-      for (int n = 0; n < TOKENS; n++) rest[r][n] += x[r * width + i] * key[n][i];
   for (int r = 0; r < rows; r++) {
     Lanes a = sums_of_pairs(halves(s[r][0]), halves(s[r][1]));
     a = sums_of_pairs(a, sums_of_pairs(halves(s[r][2]), halves(s[r][3])));
-    for (int n = 0; n < TOKENS; n++) y[r * step + n] = scale * (a[n] + a[n + 4] + rest[r][n]);
+    const Few *half = (const Few *)&a;
+    Few sum = half[0] + half[1];
+    for (i64 h = i; h < width; h++)
+      for (int n = 0; n < TOKENS; n++) sum[n] += x[r * width + h] * key[n][h];
+    *(Few *)(y + r * step) = scale * sum;
   }
 }
 
@@ -304,13 +307,14 @@ void chosen_attention_backward(const float *q, const float *k, const float *v,
 
 /* The `num_chosen` best of the first blocks of each row, ascending; among equal scores the lowest
  * numbers. Row i has (place + i + 1) / size complete blocks. Scores are not negative, so their bits
- * are in the order of the numbers. `room` has T times `blocks` numbers. */
+ * are in the order of the numbers. */
 void best_blocks(const uint32_t *scores, i64 rows, i64 blocks, i64 place, i64 size, i64 num_chosen,
                  int32_t *best) {
 #pragma omp parallel for schedule(static)
   for (i64 i = 0; i < rows; i++) {
     const uint32_t *row = scores + i * blocks;
     i64 complete = (place + i + 1) / size, missing = num_chosen, found = 0;
+    complete = complete < blocks ? complete : blocks;
     /* The bits of the last one that is chosen, from the highest ones on. */
     uint32_t known = 0;
     for (int shift = 24; shift >= 0; shift -= 8) {

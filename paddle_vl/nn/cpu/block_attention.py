@@ -3,15 +3,13 @@
 Shapes: as in `paddle_vl.nn.block_attention`.
 """
 
-from typing import Any
-
 import numpy as np
 import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from paddle_vl.nn.block_samples import BlockSamples, Choosing
-from paddle_vl.nn.cpu.compiled import library
+from paddle_vl.nn.block_samples import BlockSamples, BlockSizes, Choosing
+from paddle_vl.nn.cpu import compiler
 from paddle_vl.nn.cpu.kernels import contiguous, empty, is_dense
 
 # Keys whose scores are computed at a time; queries between two additions to the gradients of keys.
@@ -33,9 +31,9 @@ class _ChosenAttention(PyLayer):
         of_query = heads // key_heads * step
         sizes = (len(parts), heads, key_heads, width, samples.sizes.chosen, samples.sizes.size)
         ctx.kept, ctx.room = (parts, *sizes, width**-0.5), (of_query, step)
-        room = empty([library().omp_get_max_threads() * of_query])
+        room = empty([compiler.loaded.omp_get_max_threads() * of_query])
         given = (q_TNH, k_RKH, v_RKH, chosen_QJ)
-        library().chosen_attention_forward(*given, out_QNH, logsums_QN, *ctx.kept, room, step)
+        compiler.loaded.chosen_attention_forward(*given, out_QNH, logsums_QN, *ctx.kept, room, step)
         # Detached: kept itself, an output without a backward pass would never be freed.
         ctx.save_for_backward(*given, out_QNH.detach(), logsums_QN)
         return out_QNH
@@ -46,9 +44,9 @@ class _ChosenAttention(PyLayer):
         parts, chosen, size = ctx.kept[0], *ctx.kept[5:7]
         # Queries that do not choose, and keys that none sees, get zeros.
         grads = [paddle.zeros(x.shape) for x in kept[:3]]
-        chunk = min(max(_CHUNK, 4 * library().omp_get_max_threads()), int(parts[:, 1].max()))
+        chunk = min(max(_CHUNK, 4 * compiler.loaded.omp_get_max_threads()), int(parts[:, 1].max()))
         longest = int((parts[:, 1] + parts[:, 3]).max()) // size
-        library().chosen_attention_backward(
+        compiler.loaded.chosen_attention_backward(
             *(*kept, contiguous(grad_QNH), *grads, *ctx.kept, chunk),
             *(empty([2 * chunk * of_query]), step),
             *(np.empty(n, dtype=np.int32) for n in (longest + 3, chunk * (chosen + 1))),
@@ -71,13 +69,16 @@ def chosen_attention(
     return _ChosenAttention.apply(q_TNH, k_RKH, v_RKH, chosen_QJ, samples)
 
 
-def fits_scores(scores_QX: Tensor, chunk: Choosing, sizes: Any) -> bool:
-    """Whether `best_blocks` takes these."""
-    return is_dense(scores_QX)
+def fits_scores(scores_QX: Tensor, chunk: Choosing, sizes: BlockSizes) -> bool:
+    """Whether `best_blocks` takes these: every query has J blocks behind it."""
+    fewest = min((chunk.place + 1) // sizes.size, scores_QX.shape[1])
+    return sizes.chosen <= fewest and is_dense(scores_QX)
 
 
-def best_blocks(scores_QX: Tensor, chunk: Choosing, sizes: Any) -> Tensor:
+def best_blocks(scores_QX: Tensor, chunk: Choosing, sizes: BlockSizes) -> Tensor:
     """`nn.block_attention.best_blocks`, which finds the last of the best by its bits."""
     best_QJ = paddle.empty([chunk.count, sizes.chosen], "int32")
-    library().best_blocks(scores_QX, *scores_QX.shape, chunk.place, sizes.size, sizes.chosen, best_QJ)
+    compiler.loaded.best_blocks(
+        scores_QX, *scores_QX.shape, chunk.place, sizes.size, sizes.chosen, best_QJ
+    )
     return best_QJ

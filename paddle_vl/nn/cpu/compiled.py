@@ -98,13 +98,8 @@ def load() -> bool:
         getattr(library, name).argtypes = [
             _Data if "*" in "".join(one) else _TYPES[one[0]] for one in given
         ]
-    _library = library
+    _library = compiler.loaded = library
     return True
-
-
-def library() -> Any:
-    """The kernels, once they are loaded."""
-    return _library
 
 
 def disable() -> None:

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import paddle
 
@@ -26,6 +27,8 @@ COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC",
          "-fopenmp")  # fmt: skip
 _LONGEST_S = 120.0
+# The library in use, which `compiled.load` sets: for kernels that other modules call.
+loaded: Any = None
 
 
 class CompilerError(RuntimeError):

@@ -38,6 +38,7 @@ def fresh(monkeypatch, tmp_path):
     """Nothing loaded and an empty cache; compiled without optimization, which is quick."""
     compiled.disable()
     monkeypatch.setattr(compiled, "_library", None)
+    monkeypatch.setattr(compiler, "loaded", None)
     monkeypatch.setattr(compiled, "_refused", None)
     monkeypatch.setattr(compiler, "FLAGS", ("-O0", "-fPIC", "-fopenmp"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -247,18 +248,20 @@ WRONG = {
     "apply_rotary": ("o[j] = a[j] * c[j] + a[j + half]", "o[j] = a[j] * c[j] - a[j + half]"),
     "self_attention": ("*= 1.0f / (1.0f + fast_exp(-gate[j]))", "*= fast_exp(-gate[j])"),
     "gated_delta_net": ("wide > 20.0f ? wide : log1pf(expf(wide))", "wide"),
+    "chosen_attention": ("begins[b + 2] += begins[b + 1]", "begins[b + 2] = begins[b + 1]"),
+    "best_blocks": ("is_equal && missing > 0", "is_equal && missing > 1"),
     "swiglu_mlp": ("gated_forward(room, room + inner", "gated_forward(room, room"),
 }
 
 
 def test_wrong_kernels_are_refused(fresh, monkeypatch, tmp_path, caplog):
-    source = compiler.SOURCE.read_text(encoding="utf-8")
+    source = "".join(file.read_text(encoding="utf-8") for file in compiler.SOURCES)
     for right, wrong in WRONG.values():
         assert right in source
         source = source.replace(right, wrong)
     changed = tmp_path / "kernels.c"
     changed.write_text(source, encoding="utf-8")
-    monkeypatch.setattr(compiler, "SOURCE", changed)
+    monkeypatch.setattr(compiler, "SOURCES", (changed,))
     assert_not_used(caplog, "they differ from the plain operations: ")
     assert all(name in compiled.refusal() for name in WRONG)
 
