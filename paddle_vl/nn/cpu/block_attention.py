@@ -59,7 +59,9 @@ def fits_chosen(
     q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, chosen_QJ: Tensor, samples: BlockSamples
 ) -> bool:
     """Whether `chosen_attention` takes these."""
-    return chosen_QJ.is_contiguous() and is_dense(q_TNH, k_RKH, v_RKH)
+    is_choice = chosen_QJ.dtype == paddle.int32 and chosen_QJ.is_contiguous()
+    is_grouped = k_RKH.shape == v_RKH.shape and q_TNH.shape[1] % k_RKH.shape[1] == 0
+    return is_choice and is_grouped and is_dense(q_TNH, k_RKH, v_RKH)
 
 
 def chosen_attention(
