@@ -410,7 +410,7 @@ def _chosen(r: Rng, s: Sizes, batch: int) -> Inputs:
     """Any of the blocks that a query has behind it."""
     samples = _block_samples(s, batch)
     size, number = samples.sizes
-    places = [place for part in samples.parts for place in part.places().flatten().tolist()]
+    places = np.concatenate([part.places().numpy().ravel() for part in samples.parts])
     blocks = [np.sort(r.permutation((place + 1) // size)[:number]) for place in places]
     q = normal(r, batch * s.length, s.heads, s.head_width)
     k, v = (normal(r, batch * s.length, s.key_heads, s.head_width) for _ in range(2))
