@@ -40,13 +40,14 @@ from paddle_vl.nn.block_samples import (
     packed_block_samples,
     padded_samples,
 )
-from paddle_vl.nn.dispatch import on_both, operation
+from paddle_vl.nn.cpu import block_attention as compiled
+from paddle_vl.nn.dispatch import Kernel, on_both, operation
 from paddle_vl.nn.operations import GemmaRMSNorm, gemma_rms_norm
 from paddle_vl.nn.placement import RegionOps
 from paddle_vl.nn.residual_streams import Weight
 
 # Bytes of the scores, and of the gathered keys, of a chunk of queries.
-_SCORE_BYTES = 64 << 20
+_SCORE_BYTES = 16 << 20
 _GATHERED_BYTES = 256 << 20
 
 
@@ -82,22 +83,33 @@ def chosen_blocks(q_TIC: Tensor, keys_XC: Tensor, samples: BlockSamples) -> Tens
         q_TIC: normalized and rotated.
         keys_XC: of the blocks of samples that choose, one sample after the other.
     """
-    size, width, found = samples.sizes.size, keys_XC.shape[1], []
+    width, found = keys_XC.shape[1], []
     for part in samples.parts:
-        of_part = keys_XC[part.block : part.block + part.blocks].astype("float32")
-        block_X = paddle.arange(part.blocks, dtype="int32")
         for chunk in part.chunks(4 * part.blocks, _SCORE_BYTES):
+            # Those that the last of these queries has behind it.
+            complete = (chunk.place + chunk.count) // samples.sizes.size
+            of_part = keys_XC[part.block : part.block + complete].astype("float32")
             q_QIC = q_TIC[chunk.queries].astype("float32")
-            scores_QX = paddle.zeros([chunk.count, part.blocks])
+            scores_QX = paddle.zeros([chunk.count, complete], "float32")
             for head in range(q_QIC.shape[1]):
-                scores_QX += F.relu(paddle.matmul(q_QIC[:, head], of_part, transpose_y=True))
-            scores_QX = scores_QX / width**0.5
-            complete_Q1 = (chunk.places() + 1) // size
-            hidden_QX = paddle.where(block_X < complete_Q1, scores_QX, -1.0)
-            order_QX = paddle.argsort(-hidden_QX, axis=-1, stable=True)
-            best_QJ = order_QX[:, : samples.sizes.chosen]
-            found.append(paddle.sort(best_QJ, axis=-1).astype("int32"))
+                products_QX = paddle.matmul(q_QIC[:, head], of_part, transpose_y=True)
+                scores_QX += F.relu_(products_QX)
+            found.append(best_blocks(scores_QX / width**0.5, chunk, samples.sizes))
     return paddle.concat(found)
+
+
+@operation
+def best_blocks(scores_QX: Tensor, chunk: Choosing, sizes: BlockSizes) -> Tensor:
+    """The J best of the complete blocks of each query, ascending: int32 `[Q, J]`; the lowest ones
+    among equal scores, which are not negative."""
+    complete_Q1 = (chunk.places() + 1) // sizes.size
+    block_X = paddle.arange(scores_QX.shape[1], dtype="int32")
+    hidden_QX = paddle.where(block_X < complete_Q1, scores_QX, -1.0)
+    order_QX = paddle.argsort(-hidden_QX, axis=-1, stable=True)
+    return paddle.sort(order_QX[:, : sizes.chosen], axis=-1).astype("int32")
+
+
+best_blocks.kernels = [Kernel("cpu", "C", compiled.best_blocks, compiled.fits_scores)]
 
 
 @operation
@@ -136,7 +148,7 @@ def _of_chunk(
     tail_Qt = (place_Q1 + 1) // size * size + in_block_c[: size - 1]
     seen_QP = paddle.concat([blocks_QP, paddle.minimum(tail_Qt, place_Q1)], axis=1)
     hidden_Qt = (tail_Qt > place_Q1).astype("float32") * MASKED_SCORE
-    bias_QP = paddle.concat([paddle.zeros(blocks_QP.shape), hidden_Qt], axis=1)
+    bias_QP = paddle.concat([paddle.zeros(blocks_QP.shape, "float32"), hidden_Qt], axis=1)
     k_QKPH, v_QKPH = (
         paddle.index_select(x, seen_QP.flatten() + part.key)
         .reshape([part.count, -1, key_heads, width])
@@ -175,7 +187,10 @@ class GatheredAttention(PyLayer):
         return *found, None
 
 
-chosen_attention.kernels = on_both(GatheredAttention)
+chosen_attention.kernels = [
+    Kernel("cpu", "C", compiled.chosen_attention, compiled.fits_chosen),
+    *on_both(GatheredAttention),
+]
 
 
 @operation
@@ -189,9 +204,11 @@ def block_attention(
         `[T, N, H]` in the dtype of the queries.
     """
     of_chosen = chosen_attention(q_TNH, k_RKH, v_RKH, chosen_QJ, samples)
+    rows = [*_dense(q_TNH, k_RKH, v_RKH, samples), of_chosen]
+    if (order_T := samples.order(q_TNH.shape[0])) is None:
+        return paddle.concat(rows)
     nowhere = paddle.zeros([1, *q_TNH.shape[1:]], q_TNH.dtype)
-    rows = paddle.concat([*_dense(q_TNH, k_RKH, v_RKH, samples), of_chosen, nowhere])
-    return paddle.index_select(rows, samples.order(q_TNH.shape[0]))
+    return paddle.index_select(paddle.concat([*rows, nowhere]), order_T)
 
 
 def _dense(q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, samples: BlockSamples) -> Iterator[Tensor]:

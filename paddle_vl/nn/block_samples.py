@@ -93,7 +93,7 @@ class BlockSamples:
 
     def __init__(self, rows_S4: np.ndarray, sizes: BlockSizes):
         self.sizes, self.parts, self.num_queries = sizes, list[Choosing](), 0
-        self._orders: dict[int, Tensor] = {}
+        self._orders: dict[int, Tensor | None] = {}
         dense, blocks = [], 0
         for query, queries, key, keys in rows_S4.tolist():
             before = keys - queries
@@ -135,15 +135,16 @@ class BlockSamples:
         row_D = np.arange(offsets[-1]) + np.repeat(query_S - offsets[:-1], queries_S)
         return device_tensor(row_D), PackedSamples(offsets, int(offsets[-1]))
 
-    def order(self, num_rows: int) -> Tensor:
+    def order(self, num_rows: int) -> Tensor | None:
         """Of each query row its number among dense queries, those that choose, and a last row for
-        queries of no sample: int64 `[T]`."""
+        queries of no sample: int64 `[T]`. None where each row has its own number."""
         if num_rows not in self._orders:
             dense = [np.arange(query, query + count) for query, count, *_ in self.dense_S4.tolist()]
             rows = np.concatenate([*dense, *[np.r_[part.queries] for part in self.parts]])
             order_T = np.full(num_rows, rows.size)
             order_T[rows] = np.arange(rows.size)
-            self._orders[num_rows] = device_tensor(order_T)
+            is_same = (order_T == np.arange(num_rows)).all()
+            self._orders[num_rows] = None if is_same else device_tensor(order_T)
         return self._orders[num_rows]
 
 

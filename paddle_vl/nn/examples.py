@@ -401,8 +401,8 @@ def _read_streams(r: Rng, s: Sizes, writes: bool) -> Inputs:
     return Inputs((_x(r, s, 4), normal(r, channels, scale=0.2), down, up, inject, 4, 1e-6))
 
 
-def _block_samples(s: Sizes) -> BlockSamples:
-    return equal_samples(1, s.rows, BlockSizes(4, s.rows // 16))
+def _block_samples(s: Sizes, batch: int = 1) -> BlockSamples:
+    return equal_samples(batch, s.length, BlockSizes(4, s.length // 16))
 
 
 def _block_keys(r: Rng, s: Sizes) -> Inputs:
@@ -413,17 +413,28 @@ def _block_keys(r: Rng, s: Sizes) -> Inputs:
 
 
 def _chosen_blocks(r: Rng, s: Sizes) -> Inputs:
-    q, keys = normal(r, s.rows, 2, s.head_width), normal(r, s.rows // 4, s.head_width)
+    q, keys = normal(r, s.length, 2, s.head_width), normal(r, s.length // 4, s.head_width)
     return Inputs((q, keys, lambda: _block_samples(s)))
 
 
-def _chosen(r: Rng, s: Sizes) -> Inputs:
-    """Blocks of the queries that choose: their first ones."""
-    sizes = BlockSizes(4, s.rows // 16)
-    chosen = np.tile(np.arange(sizes.chosen, dtype=np.int32), [s.rows - sizes.reach, 1])
-    q = normal(r, s.rows, s.heads, s.head_width)
-    k, v = (normal(r, s.rows, s.key_heads, s.head_width) for _ in range(2))
-    return Inputs((q, k, v, chosen, lambda: _block_samples(s)))
+def _best_blocks(r: Rng, s: Sizes) -> Inputs:
+    """Scores of which some are equal, and many zero."""
+    samples = _block_samples(s)
+    (part,) = samples.parts
+    scores = np.maximum(normal(r, part.count, part.blocks), 0.0).round(1)
+    return Inputs((scores, part, samples.sizes), tables=(0,))
+
+
+def _chosen(r: Rng, s: Sizes, batch: int) -> Inputs:
+    """Any of the blocks that a query has behind it."""
+    samples = _block_samples(s, batch)
+    size, number = samples.sizes
+    places = np.concatenate([part.places().numpy().ravel() for part in samples.parts])
+    blocks = [np.sort(r.permutation((place + 1) // size)[:number]) for place in places]
+    q = normal(r, batch * s.length, s.heads, s.head_width)
+    k, v = (normal(r, batch * s.length, s.key_heads, s.head_width) for _ in range(2))
+    chosen = np.array(blocks, dtype=np.int32)
+    return Inputs((q, k, v, chosen, lambda: _block_samples(s, batch)))
 
 
 def _segments(r: Rng, s: Sizes, *runs: tuple[int, int], as_runs: bool = True) -> Inputs:
@@ -521,6 +532,7 @@ ROWS: dict[str, Make] = {
     "dilated_conv_silu.packed": lambda r, s: _dilated(r, s, s.length // 3, s.length - 2),
     "block_keys": _block_keys,
     "chosen_blocks": _chosen_blocks,
+    "best_blocks": _best_blocks,
     "biased_linear": _biased_linear,
     "swiglu_mlp": _swiglu_mlp,
     "apply_rotary": _apply_rotary,
@@ -533,8 +545,9 @@ ROWS: dict[str, Make] = {
     "routed_experts": _routed_experts,
 }
 ATTENTION: dict[str, Make] = {
-    "chosen_attention": _chosen,
-    "block_attention": _chosen,
+    "chosen_attention": lambda r, s: _chosen(r, s, 2),
+    "block_attention": lambda r, s: _chosen(r, s, 1),
+    "block_attention.batch": lambda r, s: _chosen(r, s, 2),
     "causal_attention": lambda r, s: Inputs(_batch(r, s)),
     "causal_attention.packed": _packed,
     "causal_attention.padded": _padded,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paddle_vl.nn.cpu import calls, compiled, compiler
+from paddle_vl.nn.cpu import compiled, compiler
 from paddle_vl.nn.dispatch import has_compiled, set_compiled, use_kernels
 from tests.support.gpu_stubs import pretended
 
@@ -48,5 +48,5 @@ def take_compiled() -> None:
     set_compiled(False)
     if os.environ.get(compiled.SWITCH) != "0":
         with suppress(compiler.CompilerError):
-            calls.load()
+            compiled.load()
             set_compiled(True)

@@ -6,9 +6,11 @@ float32 tensors.
 Shapes: as in `paddle_vl.nn.attention`; N rows, C channels.
 """
 
+import ctypes
 import logging
 import math
 import os
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -28,14 +30,18 @@ from paddle_vl.nn.attention import (
 )
 from paddle_vl.nn.attention_masks import AttentionMask
 from paddle_vl.nn.cpu.attention import sees
-from paddle_vl.nn.cpu.calls import has_graph, library, load, num_threads, run
 from paddle_vl.nn.cpu.kernels import (
     MIXING_DRAWS,
     contiguous,
     dropout_seed,
     dropout_threshold,
     empty,
+    has_graph,
     is_dense,
+    library,
+    num_threads,
+    run,
+    set_library,
 )
 from paddle_vl.nn.delta_rule import CHUNK, GatedDelta, Reach
 from paddle_vl.nn.dispatch import has_compiled, set_compiled
@@ -79,6 +85,27 @@ def enable() -> bool:
     return True
 
 
+def load() -> bool:
+    """Compile and load the library, once: whether it was not there yet.
+
+    Raises:
+        CompilerError: see `compiler.load_kernels`.
+    """
+    if library() is not None:
+        return False
+    from paddle_vl.nn.cpu import compiler
+
+    loaded = compiler.load_kernels()
+    source = "".join(file.read_text(encoding="utf-8") for file in compiler.SOURCES)
+    for name, arguments in re.findall(r"^void (\w+)\(([^)]*)\) \{", source, re.MULTILINE):
+        given = [one.split() for one in arguments.split(",")]
+        getattr(loaded, name).argtypes = [
+            _Data if "*" in "".join(one) else _TYPES[one[0]] for one in given
+        ]
+    set_library(loaded)
+    return True
+
+
 def disable() -> None:
     """Take the other kernels again."""
     set_compiled(False)
@@ -87,6 +114,20 @@ def disable() -> None:
 def refusal() -> str | None:
     """Why `enable` did not let them; None if it did or was not called."""
     return _refused
+
+
+class _Data:
+    """A pointer argument: the data of a tensor or an array, an address, or NULL for None."""
+
+    @classmethod
+    def from_param(cls, x: Any) -> ctypes.c_void_p:
+        if isinstance(x, np.ndarray):
+            return ctypes.c_void_p(x.ctypes.data)
+        return ctypes.c_void_p(x if x is None or isinstance(x, int) else x.data_ptr())
+
+
+_TYPES = {"i64": ctypes.c_int64, "int": ctypes.c_int, "float": ctypes.c_float,
+          "uint64_t": ctypes.c_uint64}  # fmt: skip
 
 
 def _size(x: Tensor) -> int:

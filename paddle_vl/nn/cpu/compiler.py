@@ -1,4 +1,4 @@
-"""Compile `kernels.c` with the machine's C compiler, once per user, and load it.
+"""Compile `SOURCES` with the machine's C compiler, once per user, and load them.
 
 The library lies in the user's cache folder under a name made of the source, its flags, the
 processor and Paddle's version, so a change of any of them compiles anew. It is written under
@@ -19,7 +19,9 @@ from pathlib import Path
 
 import paddle
 
-SOURCE = Path(__file__).with_name("kernels.c")
+_NAMES = ("kernels", "streams", "block_attention")
+# One source: each sees what those before it define.
+SOURCES = tuple(Path(__file__).with_name(f"{name}.c") for name in _NAMES)
 COMPILERS = ("cc", "gcc", "clang")
 # Not -ffast-math: its start-up code changes the rounding of the whole process.
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC",
@@ -103,7 +105,7 @@ def cache_folder() -> Path:
 
 def _key(libraries: tuple[Path, Path]) -> str:
     parts = (" ".join(FLAGS), _processor(), paddle.__version__, str(libraries))
-    content = SOURCE.read_bytes() + "\0".join(parts).encode()
+    content = b"".join(x.read_bytes() for x in SOURCES) + "\0".join(parts).encode()
     return hashlib.sha256(content).hexdigest()[:16]
 
 
@@ -118,7 +120,9 @@ def _compile(libraries: tuple[Path, Path], file: Path) -> None:
     compiler = find_compiler()
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=".compile-") as folder:
         made, library = Path(folder) / "kernels.o", Path(folder) / "kernels.so"
-        _run([compiler, *FLAGS, "-c", str(SOURCE), "-o", str(made)])
+        *before, last = map(str, SOURCES)
+        included = [word for source in before for word in ("-include", source)]
+        _run([compiler, *FLAGS, *included, "-c", last, "-o", str(made)])
         # Without -fopenmp, which would link the compiler's own OpenMP runtime.
         needed = [*map(str, libraries), "-lm"]
         _run([compiler, "-shared", str(made), "-o", str(library), "-Wl,-z,defs", *needed])

@@ -9,6 +9,8 @@ from dataclasses import replace
 import numpy as np
 import paddle
 
+# Sets kernels of its own.
+import paddle_vl.nn.block_attention  # noqa: F401
 from paddle_vl.nn.cpu import kernels
 from paddle_vl.nn.dispatch import OPERATIONS, Operation, use_kernels
 from paddle_vl.nn.examples import Inputs, Make, Sizes, examples_of, values_and_gradients

@@ -26,6 +26,7 @@ from paddle_vl.nn.experts import GroupedProduct, GroupSizes
 from paddle_vl.nn.operations import column_sum, row_sum
 
 _FLOAT32, _HOST = paddle.float32, paddle.CPUPlace()
+_library: Any = None
 
 # What fits
 
@@ -79,6 +80,45 @@ def is_one_query(q_BLNH: Tensor, *others: Any) -> bool:
 def contiguous(x: Tensor) -> Tensor:
     """`x`, copied only if it is a view with other strides."""
     return x if x.is_contiguous() else x.contiguous()
+
+
+# Compiled kernels
+
+
+def library() -> Any:
+    """The compiled kernels, which `compiled.load` loads; None before."""
+    return _library
+
+
+def set_library(loaded: Any) -> None:
+    """See `library`."""
+    global _library
+    _library = loaded
+
+
+def num_threads() -> int:
+    """Threads of a kernel."""
+    return _library.omp_get_max_threads()
+
+
+class _NoGraph:
+    """In place of a PyLayer's context where no backward pass follows."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        pass
+
+
+def has_graph(ctx: Any) -> bool:
+    """Whether a backward pass may follow a `PyLayer`'s forward of this context."""
+    return not isinstance(ctx, _NoGraph)
+
+
+def run(function: type[PyLayer], *args: Any, **kwargs: Any) -> Any:
+    """`function.apply`; without its cost, most of an answer's step, where no graph is recorded."""
+    if paddle.is_grad_enabled():
+        return function.apply(*args, **kwargs)
+    context: Any = _NoGraph()
+    return function.forward(context, *args, **kwargs)
 
 
 # Sums and broadcasts

@@ -1,5 +1,5 @@
 """`paddle_vl.nn.residual_streams` on the CPU, mostly by compiled kernels; see
-`paddle_vl.nn.cpu.calls`.
+`paddle_vl.nn.cpu.compiled`.
 
 Shapes: as there.
 """
@@ -8,8 +8,15 @@ import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from paddle_vl.nn.cpu.calls import has_graph, library, num_threads, run
-from paddle_vl.nn.cpu.kernels import contiguous, empty, is_dense
+from paddle_vl.nn.cpu.kernels import (
+    contiguous,
+    empty,
+    has_graph,
+    is_dense,
+    library,
+    num_threads,
+    run,
+)
 
 # Numbers of a chunk of rows, and its fewest and most rows.
 _CHUNK, _FEWEST, _MOST = 1 << 16, 8, 128

@@ -13,7 +13,7 @@ from paddle_vl.cli.main import main
 from paddle_vl.config.schema import LoRAConfig
 from paddle_vl.generation.sampling import Sampling
 from paddle_vl.nn.attention import causal_attention
-from paddle_vl.nn.cpu import calls, compiled, compiler, kernel_check
+from paddle_vl.nn.cpu import compiled, compiler, kernel_check
 from paddle_vl.nn.cpu import kernels as cpu
 from paddle_vl.nn.delta_rule import gated_delta_rule
 from paddle_vl.nn.dispatch import has_compiled, use_kernels
@@ -37,7 +37,7 @@ def _enabled():
 def fresh(monkeypatch, tmp_path):
     """Nothing loaded and an empty cache; compiled without optimization, which is quick."""
     compiled.disable()
-    monkeypatch.setattr(calls, "_library", None)
+    monkeypatch.setattr(cpu, "_library", None)
     monkeypatch.setattr(compiled, "_refused", None)
     monkeypatch.setattr(compiler, "FLAGS", ("-O0", "-fPIC", "-fopenmp"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -168,8 +168,8 @@ class Recorded:
 def test_the_setting_of_a_run_chooses_between_them_and_the_kernels_in_paddle(monkeypatch, tmp_path):
     compiled.disable()
     losses = []
-    library, run_file = Recorded(calls.library()), write_tiny_run(tmp_path)
-    monkeypatch.setattr(calls, "_library", library)
+    library, run_file = Recorded(cpu.library()), write_tiny_run(tmp_path)
+    monkeypatch.setattr(cpu, "_library", library)
     accumulate = ModelRunner.accumulate_gradients
 
     def accumulated(*args):
@@ -213,8 +213,8 @@ def test_a_token_of_an_answer_is_a_call_per_part_where_nothing_else_is_in_it(
     monkeypatch, case, called
 ):
     """Experts have a shared MLP; hidden tokens reach a DeltaNet layer's state."""
-    library = Recorded(calls.library())
-    monkeypatch.setattr(calls, "_library", library)
+    library = Recorded(cpu.library())
+    monkeypatch.setattr(cpu, "_library", library)
     model = tiny_qwen3_5(**(EXPERTS_3_5 if case == "experts" else {}))
     if case == "adapter":
         model.add_lora(LoRAConfig(r=2, target_modules=["o_proj", "out_proj", "down_proj"]))
@@ -252,18 +252,20 @@ WRONG = {
     "write_streams": ("along += g[j] * b[j];", "along += g[j];"),
     "routed_experts": ("places[n] = ends[indices[n]]++", "places[ends[indices[n]]++] = n"),
     "gated_rms_norm.sigmoid": ("is_sigmoid ? s * (1.0f - s)", "is_sigmoid ? s"),
+    "chosen_attention": ("begins[b + 2] += begins[b + 1]", "begins[b + 2] = begins[b + 1]"),
+    "best_blocks": ("is_equal && missing > 0", "is_equal && missing > 1"),
     "swiglu_mlp": ("gated_forward(room, room + inner", "gated_forward(room, room"),
 }
 
 
 def test_wrong_kernels_are_refused(fresh, monkeypatch, tmp_path, caplog):
-    source = compiler.SOURCE.read_text(encoding="utf-8")
+    source = "".join(file.read_text(encoding="utf-8") for file in compiler.SOURCES)
     for right, wrong in WRONG.values():
         assert right in source
         source = source.replace(right, wrong)
     changed = tmp_path / "kernels.c"
     changed.write_text(source, encoding="utf-8")
-    monkeypatch.setattr(compiler, "SOURCE", changed)
+    monkeypatch.setattr(compiler, "SOURCES", (changed,))
     assert_not_used(caplog, "they differ from the plain operations: ")
     assert all(name in compiled.refusal() for name in WRONG)
 

@@ -95,7 +95,8 @@ class SharedExpertMoE(SparseMoE):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """As of `SparseMoE`; at padding only the shared expert's output."""
         routed = super().forward(x_TD, rows, with_sums)
-        routed, *sums = routed if isinstance(routed, tuple) else (routed,)
         share_T1 = F.sigmoid(self.shared_expert_gate(x_TD))
-        out_TD = write_streams(routed, self.shared_expert(x_TD), share_T1)
-        return (out_TD, *sums) if sums else out_TD
+        shared_TD = self.shared_expert(x_TD)
+        if isinstance(routed, tuple):
+            return write_streams(routed[0], shared_TD, share_T1), routed[1]
+        return write_streams(routed, shared_TD, share_T1)
