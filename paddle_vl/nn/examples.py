@@ -165,12 +165,12 @@ def _grouped_linear(r: Rng, s: Sizes) -> Inputs:
     return Inputs((_x(r, s), weight, sizes))
 
 
-def _routed_experts(r: Rng, s: Sizes) -> Inputs:
+def _routed_experts(r: Rng, s: Sizes, num_rows: int) -> Inputs:
     """Of a layer that answers: an expert has no rows."""
     inner, width, std = s.width // 2, s.width, s.width**-0.5
     gate_up = normal(r, s.experts, width, 2 * inner, scale=std)
     down = normal(r, s.experts, inner, width, scale=std)
-    indices = np.stack([r.permutation(s.experts - 1)[:2] for _ in range(s.rows)])
+    indices = np.stack([r.permutation(s.experts - 1)[:2] for _ in range(num_rows)])
 
     def make() -> Any:
         experts = Experts(s.experts, width, inner)
@@ -180,8 +180,8 @@ def _routed_experts(r: Rng, s: Sizes) -> Inputs:
             parameter.stop_gradient = True
         return experts
 
-    weights = np.abs(normal(r, s.rows, 2))
-    return Inputs((_x(r, s), indices, weights, make, lambda: RoutedRows(s.rows)), tables=(0, 2))
+    x, weights = normal(r, num_rows, width), np.abs(normal(r, num_rows, 2))
+    return Inputs((x, indices, weights, make, lambda: RoutedRows(num_rows)), tables=(0, 2))
 
 
 def _batch(r: Rng, s: Sizes, queries: int | None = None) -> tuple[np.ndarray, ...]:
@@ -542,7 +542,8 @@ ROWS: dict[str, Make] = {
     "permuted_copies": lambda r, s: _permuted(r, s, 2),
     "permuted_copies.once": lambda r, s: _permuted(r, s, 1),
     "grouped_linear": _grouped_linear,
-    "routed_experts": _routed_experts,
+    "routed_experts": lambda r, s: _routed_experts(r, s, s.rows),
+    "routed_experts.few": lambda r, s: _routed_experts(r, s, s.experts // 2),
 }
 ATTENTION: dict[str, Make] = {
     "chosen_attention": lambda r, s: _chosen(r, s, 2),
@@ -604,7 +605,7 @@ PRODUCTS = {
     "swiglu_mlp",
     "routed_experts",
 }
-PRODUCTS |= {"read_streams", "read_streams.last"}
+PRODUCTS |= {"read_streams", "read_streams.last", "routed_experts", "routed_experts.few"}
 
 
 def examples_of(operation: Operation) -> dict[str, Make]:

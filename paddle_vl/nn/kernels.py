@@ -106,7 +106,10 @@ TABLE: dict[Operation, list[Kernel]] = {
     attention.self_attention: [_of_answers(c.self_attention, c.fits_attention)],
     delta_rule.gated_delta_net: [_of_answers(c.gated_delta_net, c.fits_delta_net)],
     operations.swiglu_mlp: [_of_answers(c.swiglu_mlp, c.fits_mlp)],
-    experts.routed_experts: [_of_answers(c.routed_experts, c.fits_experts)],
+    experts.routed_experts: [
+        _of_answers(c.routed_experts, c.fits_experts),
+        Kernel("cpu", "Paddle", cpu.experts_of_few, cpu.fits_few, is_for_answers=True),
+    ],
     # DeltaNet
     delta_rule.gated_delta_rule: [
         Kernel("cpu", "C", c.gated_delta_rule, c.fits_rule),

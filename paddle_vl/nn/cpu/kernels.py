@@ -22,8 +22,9 @@ from paddle.autograd import PyLayer
 
 from paddle_vl.nn.attention import CachedKeys, RotaryTables, biased_rows
 from paddle_vl.nn.cpu import onednn
-from paddle_vl.nn.experts import GroupedProduct, GroupSizes
+from paddle_vl.nn.experts import Experts, GroupedProduct, GroupSizes, RoutedRows
 from paddle_vl.nn.operations import column_sum, row_sum
+from paddle_vl.nn.operations import swiglu as gated
 
 _FLOAT32, _HOST = paddle.float32, paddle.CPUPlace()
 _library: Any = None
@@ -421,6 +422,30 @@ class BiasedLinear(PyLayer):
             x_NI = as_rows(x)
             grad_weight = paddle.matmul(x_NI, grad_NO, transpose_x=True)
         return grad_x, grad_weight, column_sum(grad_NO) if needs_bias else None
+
+
+def fits_few(
+    x_RD: Tensor, indices_RK: Tensor, weights_RK: Tensor, experts: Experts, rows: RoutedRows
+) -> bool:
+    """Whether `experts_of_few` takes these: rows have fewer experts than a layer that answers."""
+    is_alone = not experts.training and experts.exchange is None
+    return is_alone and 0 < math.prod(indices_RK.shape) <= experts.num_experts
+
+
+def experts_of_few(
+    x_RD: Tensor, indices_RK: Tensor, weights_RK: Tensor, experts: Experts, rows: RoutedRows
+) -> Tensor:
+    """`experts.routed_experts` with a copy of each matrix that is used, and nothing sorted."""
+    expert_N, copies = indices_RK.flatten(), indices_RK.shape[1]
+    counts_E = paddle.bincount(expert_N, minlength=experts.num_experts)
+    experts.tokens_per_expert = paddle.zeros_like(counts_E) if rows.is_empty else counts_E
+    gate_up, down = (
+        paddle.index_select(x, expert_N) for x in (experts.gate_up_proj, experts.down_proj)
+    )
+    x_N1D = paddle.repeat_interleave(x_RD, copies, axis=0).unsqueeze(1)
+    y_N1D = paddle.matmul(gated(paddle.matmul(x_N1D, gate_up)), down)
+    y_RKD = y_N1D.reshape([-1, copies, y_N1D.shape[2]])
+    return paddle.matmul(weights_RK.unsqueeze(1), y_RKD).squeeze(1)
 
 
 def grouped_linear(x_NI: Tensor, weight_EIO: Tensor, sizes: GroupSizes) -> Tensor:
