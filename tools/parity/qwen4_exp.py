@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import paddle
 
+from paddle_vl.batch.schema import GRIDS, PIXELS
 from paddle_vl.checkpoint.safetensors_io import read_header
 from paddle_vl.families.qwen4_exp.config import Qwen4ExpConfig
 from paddle_vl.families.qwen4_exp.model import Qwen4ExpForConditionalGeneration
@@ -33,6 +34,7 @@ from parity.golden import Qwen4Folders, QwenCase
 from parity.qwen3_5 import compare_states, generated_logits, last_logits
 from parity.qwen4_exp_recording import IndexKeys, Qwen4Recording
 from parity.qwen_vl import (
+    POSITION_INPUTS,
     compare_gradients,
     compare_losses,
     compare_routers,
@@ -42,6 +44,7 @@ from parity.qwen_vl import (
     real_tokens,
     train_steps,
     unsupported,
+    values_of,
 )
 from parity.recording import array, weights
 
@@ -134,7 +137,7 @@ def _run_forward(golden: Qwen4Folders, model, case: QwenCase, report: CaseReport
     for name, value in of_towers(model, inputs):
         if name in tensors:
             report.absolute("tower", name, value, ACTIVATION)
-    if not any("grid" in name for name in inputs):
+    if offsets is None and not any("grid" in name for name in inputs):
         # Without images the reference counts padding too: rotations differ, their products do not.
         columns = np.broadcast_to(np.arange(real_BL.shape[1]), (3, *real_BL.shape))
         inputs = inputs | {"position_ids": columns}
@@ -241,9 +244,9 @@ def _run_pieces(golden: Qwen4Folders, model, case: QwenCase, report: CaseReport)
     for name, value in of_towers(model, inputs):
         if name in case.tensors:
             report.absolute("tower", name, value, ACTIVATION)
-    ids_BL, mask_BL = inputs["input_ids"], inputs["attention_mask"]
-    visual = {name: inputs[name] for name in ("pixel_values", "image_grid_thw") if name in inputs}
-    position_ids, _ = model.position_ids(ids_BL, mask_BL, visual.get("image_grid_thw"), None)
+    ids_BL, mask_BL = inputs["input_ids"], inputs.get("attention_mask")
+    visual = {name: inputs[name] for name in (*PIXELS, *GRIDS) if name in inputs}
+    position_ids, _ = model.position_ids(*values_of(inputs, POSITION_INPUTS))
     model.eval()
     with paddle.no_grad(), IndexKeys(model) as keys:
         given = {"position_ids": position_ids, **visual}

@@ -45,8 +45,8 @@ FAMILIES: dict[str, tuple[ModuleType, list[str], list[tuple[str, bool]]]] = {
     "qwen4_exp": (
         qwen4_exp,
         ["gen_left_pad_batch", "gen_one_image", "gen_sparse", "long_text", "multi_image_left_pad",
-         "ngram_hash", "one_image", "packed", "pieces", "ple_rows", "sparse_images",
-         "sparse_text_left_pad", "video"],
+         "ngram_hash", "one_image", "packed", "packed_text", "pieces", "pieces_video", "ple_rows",
+         "sparse_images", "sparse_text_left_pad", "video"],
         [("cpu", True), ("compiled", True), ("plain", True)],
     ),
 }  # fmt: skip
