@@ -274,12 +274,14 @@ class NgramTable(nn.Layer):
 
     def forward(
         self,
+        x_TC: Tensor,
         ids_BL: Tensor,
         before_BN: Tensor | None = None,
         place_T: Tensor | None = None,
         rows: RoutedRows | None = None,
-    ) -> Tensor:
-        """Rows `[T, E]` of this rank's token rows, of the ids of all.
+    ) -> tuple[Tensor, Tensor]:
+        """The streams as they are, see `RowTable.beside`, and rows `[T, E]` of this rank's token
+        rows, of the ids of all.
 
         Args:
             rows: keeps the plan of the look-up for a recomputed pass.
@@ -290,7 +292,8 @@ class NgramTable(nn.Layer):
             return self.ngram_embedding.plan(rows_TY)
 
         plan = planned() if rows is None else rows.plan(self, planned)
-        return self.ngram_embedding(plan).flatten(start_axis=1)
+        x_TC, rows_TYE = self.ngram_embedding.beside(x_TC, plan)
+        return x_TC, rows_TYE.flatten(start_axis=1)
 
 
 class PerLayerEmbedding(nn.Layer):
@@ -339,8 +342,8 @@ class PerLayerEmbedding(nn.Layer):
         cache: NgramCache | NgramPool | None = None,
         packed: PackedSamples | None = None,
         rows: RoutedRows | None = None,
-    ) -> Tensor:
-        """What is added to this rank's streams, `[T, C]`.
+    ) -> tuple[Tensor, Tensor]:
+        """This rank's streams as they are, and what is added to them, `[T, C]` each.
 
         Args:
             ids_BL: of all token rows.
@@ -354,7 +357,7 @@ class PerLayerEmbedding(nn.Layer):
             ids_BL = paddle.where(real_BL1.squeeze(-1), ids_BL, filler)
         before_BN = None if cache is None else self._ids_before(ids_BL, cache)
         place_T = None if packed is None else packed.once(_Places).place_T
-        rows_TE = self.ple_embedding(ids_BL, before_BN, place_T, rows)
+        x_TC, rows_TE = self.ple_embedding(x_TC, ids_BL, before_BN, place_T, rows)
         gates_TS = ngram_gates(
             x_TC,
             self.key_proj(rows_TE),
@@ -368,7 +371,7 @@ class PerLayerEmbedding(nn.Layer):
             # Zeros stay zeros in the norm.
             added_TC = added_TC * self._own(real_BL1.reshape([-1, 1])).astype(added_TC.dtype)
         normed_TC = stream_norm(added_TC, self.norm_conv.weight, self.streams, self.epsilon)
-        return added_TC + self._convolved(normed_TC, ids_BL.shape, cache, place_T)
+        return x_TC, added_TC + self._convolved(normed_TC, ids_BL.shape, cache, place_T)
 
     def _ids_before(self, ids_BL: Tensor, cache: NgramCache | NgramPool) -> Tensor:
         """The ids before these, which follow them in the cache."""

@@ -193,6 +193,15 @@ class RegionOps:
         """The token rows before this rank's first one, `[count, C]`; zeros before the batch."""
         return paddle.zeros([count, x_TC.shape[1]], x_TC.dtype)
 
+    def in_turn(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, whose gradients go on when both are complete.
+
+        The backward pass takes a graph breadth first, and ranks may have different ones: one pads,
+        another does not. Of two branches with collectives, one that ends in `y` and one that begins
+        with `x`, every rank then has the second behind it before it begins the first.
+        """
+        return x, y
+
     def enter_rows(self, x_TD: Tensor) -> Tensor:
         """Enter a sequence-parallel region: keep this rank's rows; backward all-gathers."""
         return x_TD

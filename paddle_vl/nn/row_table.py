@@ -33,6 +33,11 @@ class RowTable(Embedding):
         """What the layer takes, of the row numbers of all token rows: on one device these."""
         return numbers_TY
 
+    def beside(self, x: Tensor, plan: Any) -> tuple[Tensor, Tensor]:
+        """`x`, and the rows of a plan, which are used with it: the gradient of `x` goes on when
+        that of the table is complete, see `RegionOps.in_turn`."""
+        return x, self(plan)
+
 
 class NormalParts(Initializer):
     """A normal distribution, drawn in float32 for the rows of a table from number `first` on.

@@ -166,6 +166,27 @@ class AllToAll(PyLayer):
         return all_to_all(grad_RD, arriving, leaving, ctx.group)
 
 
+class _InTurn(PyLayer):
+    """Views of other shapes: Paddle takes equal ones for tensors that are written in place."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.needs_x = not x.stop_gradient
+        return x.unsqueeze(0), y.unsqueeze(0)
+
+    @staticmethod
+    def backward(ctx, grad_x, grad_y):
+        return grad_x.squeeze(0) if ctx.needs_x else None, grad_y.squeeze(0)
+
+
+def in_turn(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """See `RegionOps.in_turn`."""
+    if y.stop_gradient or not paddle.is_grad_enabled():
+        return x, y
+    x, y = _InTurn.apply(x, y)
+    return x.squeeze(0), y.squeeze(0)
+
+
 class _DivideGradient(PyLayer):
     @staticmethod
     def forward(ctx, x, ranks):

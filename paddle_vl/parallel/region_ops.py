@@ -34,6 +34,7 @@ from paddle_vl.parallel.collectives import (
     all_reduced,
     all_to_all,
     divide_gradient,
+    in_turn,
     rows_of_items,
 )
 from paddle_vl.parallel.context_parallel import ContextGroup
@@ -239,6 +240,9 @@ class FleetRegionOps(SpreadOps):
         seen = paddle.concat([super().preceding_rows(x_TC, count), tails])
         begin = self.mp_group.rank * own
         return slice_axis(seen, begin, begin + count)
+
+    def in_turn(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return in_turn(x, y)
 
     def enter_rows(self, x_TD: Tensor) -> Tensor:
         return ScatterOp.apply(x_TD) if self.sequence_parallel else x_TD

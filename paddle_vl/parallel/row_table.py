@@ -27,7 +27,7 @@ from paddle.distributed.fleet.utils.sequence_parallel_utils import GatherOp
 from paddle_vl.batch.rows import RowPart
 from paddle_vl.nn.operations import slice_axis
 from paddle_vl.nn.row_table import RowTable
-from paddle_vl.parallel.collectives import AllToAll, all_gathered, all_to_all
+from paddle_vl.parallel.collectives import AllToAll, all_gathered, all_to_all, in_turn
 
 
 class RequestPlan(NamedTuple):
@@ -109,9 +109,18 @@ class ShardedTable(RowTable):
 
     def forward(self, plan: RequestPlan) -> Tensor:
         """Rows `[T, Y, D]` of this rank's token rows."""
+        return self._exchanged(self._looked_up(plan), plan)
+
+    def beside(self, x: Tensor, plan: RequestPlan) -> tuple[Tensor, Tensor]:
+        x, rows_QD = in_turn(x, self._looked_up(plan))
+        return x, self._exchanged(rows_QD, plan)
+
+    def _looked_up(self, plan: RequestPlan) -> Tensor:
         # Paddle's kernels fail on no rows, so one is looked up for nobody.
         asked = paddle.concat([plan.asked, paddle.zeros([1], dtype="int64")])
-        rows_QD = F.embedding(asked, self.weight)[:-1]
+        return F.embedding(asked, self.weight)[:-1]
+
+    def _exchanged(self, rows_QD: Tensor, plan: RequestPlan) -> Tensor:
         rows_UD = AllToAll.apply(rows_QD, plan.arriving, plan.leaving, self.group)
         rows_TYD = F.embedding(plan.places, rows_UD)
         if self.mp_group is None or self.sequence_parallel:

@@ -60,6 +60,8 @@ class Qwen4Recording(DecoderRecording):
             # A layer writes three times: its mixer's output, the shared expert's, all experts'.
             found[f"lm.streams_mid.{i}"] = self.results["write_streams"][3 * i]
             if layer.ple is not None:
+                for name in ("ple_embed", "ple_out"):
+                    found[f"lm.{name}.{i}"] = self.calls[f"{name}.{i}"][0][1]
                 number = sum(each.ple is not None for each in self.layers[:i])
                 for operation, name in _OF_EMBEDDINGS.items():
                     value = self.results[operation][number]

@@ -63,7 +63,8 @@ class DecoderLayer(nn.Layer):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The streams `[T, C]`; arguments as of `VLDecoderLayer`, then ids of all rows."""
         if self.ple is not None:
-            x_TC = x_TC + self.ple(x_TC, ids_BL, key_bias, cache, packed, rows)
+            x_TC, added_TC = self.ple(x_TC, ids_BL, key_bias, cache, packed, rows)
+            x_TC = x_TC + added_TC
         read_TD, weights_TS = self.attn_hyper_connection(x_TC)
         mixed_TD = getattr(self, self.mixer_name)(read_TD, tables, key_bias, cache, packed)
         x_TC = write_streams(x_TC, mixed_TD, weights_TS)

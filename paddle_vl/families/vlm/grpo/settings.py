@@ -62,8 +62,8 @@ class GRPOConfig(Section):
     luspo, sums of answers; cispo, of capped weights (cispo_range: clipped to both sides, MiniMax's
     and verl's); sapo, with a soft gate; vespo; gmpo, geometric means; rloo, of whole answers; real,
     better answers of a group against the others; fipo, dapo with terms weighed by how much likelier
-    the tokens behind them have become; bnpo is dapo, since a divisor is of the update here, not of
-    a micro-batch"""
+    the tokens behind them have become; bnpo is dapo, since a divisor is that of the
+    whole update"""
     loss_agg_mode: Aggregation | None = None
     """verl's name of how token terms are added up, in place of what loss_type says; answers without
     a learned token leave the divisor"""

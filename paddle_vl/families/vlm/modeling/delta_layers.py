@@ -95,8 +95,8 @@ class SharedExpertMoE(SparseMoE):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """As of `SparseMoE`; at padding only the shared expert's output."""
         routed = super().forward(x_TD, rows, with_sums)
+        routed_TD, sums_2E = routed if isinstance(routed, tuple) else (routed, None)
+        x_TD, routed_TD = self.placement.ops.in_turn(x_TD, routed_TD)
         share_T1 = F.sigmoid(self.shared_expert_gate(x_TD))
-        shared_TD = self.shared_expert(x_TD)
-        if isinstance(routed, tuple):
-            return write_streams(routed[0], shared_TD, share_T1), routed[1]
-        return write_streams(routed, shared_TD, share_T1)
+        out_TD = write_streams(routed_TD, self.shared_expert(x_TD), share_T1)
+        return out_TD if sums_2E is None else (out_TD, sums_2E)
