@@ -118,6 +118,14 @@ class Routes:
         self._paths += 1
         return f"made/{os.getpid()}-{self._paths}"
 
+    def forget(self) -> None:
+        """Remove what is at the paths of rows so far, so that all rows fit on a small disk."""
+        for path in (self.folder / "made").glob(f"{os.getpid()}-*"):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
     @contextmanager
     def started(self, *words: str, ranks: int = 1, typed: str = "") -> Iterator[Started]:
         """Start `paddle-vl WORDS`; what still runs is killed at the end of the block.
