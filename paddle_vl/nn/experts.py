@@ -364,11 +364,15 @@ class Experts(nn.Layer):
         """Where the routed rows go."""
         dispatch, exchange = sort_by_expert(indices_RK, self.num_experts), None
         own_E = dispatch.counts
-        self.tokens_per_expert = paddle.zeros_like(own_E) if rows.is_empty else own_E
+        self.keep_counts(own_E, rows)
         if self.exchange is not None:
             copies = indices_RK.shape[1]
             dispatch, exchange = self.exchange.plan(dispatch, copies, rows.capacity)
         return RoutingPlan(indices_RK, dispatch, GroupSizes(own_E), exchange)
+
+    def keep_counts(self, counts_E: Tensor, rows: RoutedRows) -> None:
+        """Set `tokens_per_expert` to the counts of the routed rows."""
+        self.tokens_per_expert = paddle.zeros_like(counts_E) if rows.is_empty else counts_E
 
     def run_experts(self, x_ND: Tensor, sizes: GroupSizes) -> Tensor:
         """This rank's experts applied to rows sorted by expert: `[N, D]`."""

@@ -194,11 +194,13 @@ class RegionOps:
         return paddle.zeros([count, x_TC.shape[1]], x_TC.dtype)
 
     def in_turn(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """The same, whose gradients go on when both are complete.
+        """The same tensors; the backward pass goes on to what made `y` only when the gradient of
+        `x` is complete.
 
-        The backward pass takes a graph breadth first, and ranks may have different ones: one pads,
-        another does not. Of two branches with collectives, one that ends in `y` and one that begins
-        with `x`, every rank then has the second behind it before it begins the first.
+        For a branch with collectives that ends in `y`, and another that begins with `x`. Autograd
+        takes a graph breadth first, and graphs of ranks differ where one pads and another does
+        not: the ranks would issue the collectives of the two branches in different orders, and
+        wait for each other for ever.
         """
         return x, y
 

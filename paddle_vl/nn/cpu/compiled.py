@@ -856,7 +856,7 @@ def routed_experts(
         *(counts_E, num_rows, copies, num_experts, width, inner),
         *(room, np.empty(total + num_experts + 1, dtype=np.int64)),
     )
-    experts.tokens_per_expert = paddle.zeros_like(counts_E) if rows.is_empty else counts_E
+    experts.keep_counts(counts_E, rows)
     return y_RD
 
 

@@ -26,9 +26,6 @@ void cblas_strsm(int layout, int side, int triangle, int trans_a, int diagonal, 
                  float alpha, const float *a, int lda, float *b, int ldb);
 enum { ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112, LOWER = 122, UNIT = 132, LEFT = 141 };
 
-/* Version of the interface, checked after loading. */
-int paddle_vl_kernels_version(void) { return 9; }
-
 /* exp(x) to about one unit in the last place; 0 below -87.3 and the largest power above 88.
  * Source: expf of the Cephes library (S. Moshier). */
 static inline float fast_exp(float x) {

@@ -437,8 +437,7 @@ def experts_of_few(
 ) -> Tensor:
     """`experts.routed_experts` with a copy of each matrix that is used, and nothing sorted."""
     expert_N, copies = indices_RK.flatten(), indices_RK.shape[1]
-    counts_E = paddle.bincount(expert_N, minlength=experts.num_experts)
-    experts.tokens_per_expert = paddle.zeros_like(counts_E) if rows.is_empty else counts_E
+    experts.keep_counts(paddle.bincount(expert_N, minlength=experts.num_experts), rows)
     gate_up, down = (
         paddle.index_select(x, expert_N) for x in (experts.gate_up_proj, experts.down_proj)
     )

@@ -66,9 +66,8 @@ class Rows:
         columns_N = positions_N - paddle.gather(first_S, numbers_N)
         width, step = int(columns_N.max()) + 1, 1
         cells_N = numbers_N * width + columns_N
-        sums_SC = paddle.scatter(paddle.zeros([count * width]), cells_N, x_N).reshape(
-            [count, width]
-        )
+        zeros = paddle.zeros([count * width], x_N.dtype)
+        sums_SC = paddle.scatter(zeros, cells_N, x_N).reshape([count, width])
         # With each round twice as many tokens are summed up, until the rest counts for nothing.
         while step < width and factor > _NOTHING:
             later_SC = paddle.concat(
